@@ -217,6 +217,13 @@ def compute(
     script.step(request, request.num_tokens, table)
 
 
+def end(script: Script, name: str, table: list[list[int]]) -> dict[str, Any] | None:
+    """End a request whose blocks are all stored; what it hands back."""
+    params = script.half.hand_over(name, table)
+    assert not script.half.request_finished(name, table)
+    return params
+
+
 def let_go(script: Script) -> list[p.Unwanted]:
     return [gone for step in script.steps() for gone in step.unwanted]
 
@@ -271,8 +278,7 @@ def test_S2_a_request_whose_own_id_no_message_can_hold_is_not_handed_over(
     """It is the router's, or a client's header."""
     script, wanted = attached(TWO_WAY), Request(name, 49)
     compute(script, wanted, [[5, 6, 7, 8]], how)
-    assert script.half.hand_over(name, [[5, 6, 7, 8]]) is None
-    assert not script.half.request_finished(name, [[5, 6, 7, 8]])
+    assert end(script, name, [[5, 6, 7, 8]]) is None
     assert handed_over(script) == []
     (line,) = caplog.messages
     assert f"expected an id of up to {limits.TEXT_MAX} characters, found {len(name)}" in line
@@ -296,10 +302,7 @@ def test_B10_a_prefill_request_is_announced_and_its_blocks_are_held() -> None:
     script.admit(wanted)
     script.step(wanted, 32, [[5, 6]])
     wanted.num_tokens += 1
-    params = script.half.hand_over("p", [[5, 6]])
-    assert params is not None
-    assert remote_of(params) == Remote(SIDE_CHANNEL, "p", tokens=32)
-    assert not script.half.request_finished("p", [[5, 6]])
+    assert remote_of(end(script, "p", [[5, 6]])) == Remote(SIDE_CHANNEL, "p", tokens=32)
     assert script.half.has_pending_work()
     held = p.HandedOver("p", "done", b"".join(wanted.block_hashes), 32, b"", 30_000)
     assert handed_over(script) == [held]
@@ -316,8 +319,7 @@ def test_B10_any_other_end_hands_back_nothing_and_holds_nothing() -> None:
 def test_a_request_that_nobody_goes_on_with_is_not_handed_over() -> None:
     script, wanted = attached(), Request("p", 40)
     compute(script, wanted, [[5, 6, 7]])
-    assert script.half.hand_over("p", [[5, 6, 7]]) is None
-    script.half.request_finished("p", [[5, 6, 7]])
+    assert end(script, "p", [[5, 6, 7]]) is None
     assert handed_over(script) == []
 
 
@@ -330,11 +332,10 @@ def test_without_a_side_channel_nothing_is_handed_over() -> None:
 def test_B10_a_prompt_that_left_nothing_hands_back_where_and_no_blocks() -> None:
     script, wanted = attached(), Request("p", 10)
     compute(script, wanted, [[]], HANDED)
-    params = script.half.hand_over("p", [[]])
+    params = end(script, "p", [[]])
     assert params is not None
     assert (params["remote_num_tokens"], params["remote_block_ids"]) == (0, [[]])
     assert remote_of(params) == NO_REMOTE
-    assert not script.half.request_finished("p", [[]])
     assert [handing.state for handing in handed_over(script)] == ["running", "gone"]
 
 
@@ -429,8 +430,7 @@ def test_L5_a_request_that_was_computed_here_is_not_fetched_later() -> None:
 def test_P5_an_engine_may_sleep_once_it_has_told_its_store() -> None:
     script, wanted = attached(), Request("p", 40)
     compute(script, wanted, [[5, 6, 7]], HANDED)
-    script.half.hand_over("p", [[5, 6, 7]])
-    script.half.request_finished("p", [[5, 6, 7]])
+    end(script, "p", [[5, 6, 7]])
     assert script.half.has_pending_work()
     script.step()
     assert not script.half.has_pending_work(), "the stores do the rest"
@@ -446,9 +446,7 @@ def decoded(transfer: Transfer) -> tuple[Script, dict[str, Any] | None]:
     """A decode request that ends by length."""
     script, wanted = attached(transfer), Request("d", 49)
     compute(script, wanted, [[1, 2, 3, 4]], GIVEN)
-    back = script.half.hand_over("d", [[1, 2, 3, 4]])
-    script.half.request_finished("d", [[1, 2, 3, 4]])
-    return script, back
+    return script, end(script, "d", [[1, 2, 3, 4]])
 
 
 def test_L2_a_decode_request_hands_back_nothing_by_default() -> None:

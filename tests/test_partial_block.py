@@ -103,13 +103,6 @@ def test_B17_only_what_was_computed_counts() -> None:
     assert tokens == 39
 
 
-def test_a_prompt_that_ends_with_a_block_has_no_tail() -> None:
-    script, request = prefill(32, [[5, 6]])
-    tokens, (handing,) = finish(script, [[5, 6]])
-    assert (tokens, handing.hashes) == (32, b"".join(request.block_hashes))
-    assert not script.step().early
-
-
 @pytest.mark.parametrize(("tokens", "parts"), [(36, 1), (40, 1), (41, 2), (47, 2)])
 def test_O10_only_the_engine_blocks_of_a_tail_that_have_tokens_are_copied(
     tokens: int, parts: int
@@ -153,12 +146,6 @@ def test_O17_what_was_computed_before_a_reset_is_not_handed_over() -> None:
     script, _ = prefill(40, [[1, 2, 3]])
     script.half.reset_cache(b"epoch")
     assert finish(script, [[1, 2, 3]]) == (0, [p.HandedOver("p", "gone")])
-    assert not script.step().early
-
-
-def test_a_request_that_nobody_goes_on_with_has_no_tail() -> None:
-    script, _ = prefill(40, [[1, 2, 3]], params={})
-    assert finish(script, [[1, 2, 3]]) == (0, [])
     assert not script.step().early
 
 
@@ -259,15 +246,6 @@ def test_a_tail_is_asked_for_where_it_is_of_this_prompt(there: int, asked: int) 
     assert lookup.inside == (there % BLOCK if asked == 3 else 0)
 
 
-def test_B17_an_ordinary_request_does_not_find_a_tail() -> None:
-    script, request = Script(), Request("d", 48)
-    script.half.on_new_request(request)
-    (lookup,) = script.lookups()
-    names = {lookup.hashes[at : at + 32] for at in range(0, len(lookup.hashes), 32)}
-    assert names == set(request.block_hashes)
-    assert tail_hash(ONE_GROUP, request, 40) not in names
-
-
 def test_B6_a_tail_is_no_block_of_the_request_which_is_stored_when_it_is_full() -> None:
     script, request, _ = decode(40, 40, present=([0, 1, 2],))
     script.load(request, [[1, 2, 3]])
@@ -278,16 +256,6 @@ def test_B6_a_tail_is_no_block_of_the_request_which_is_stored_when_it_is_full() 
     request.num_tokens, request.block_hashes = 48, Request("d", 48).block_hashes
     (job,) = script.step(request, 8, [[1, 2, 3]]).stores
     assert (job.engine.block_ids, job.keys) == ((3,), (script.key(request, 2),))
-
-
-def test_L5_a_tail_is_asked_for_once() -> None:
-    script, request, _ = decode(40, 40, present=([0, 1, 2],))
-    script.load(request, [[1, 2, 3]])
-    script.half.on_output({}, ["d"], ["d"])
-    request.num_computed_tokens = 0
-    script.matched(request)
-    (lookup,) = script.lookups()
-    assert lookup.hashes == b"".join(request.block_hashes)
 
 
 def test_O7_a_tail_that_is_being_loaded_is_waited_for() -> None:

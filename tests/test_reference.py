@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import InvariantBroken
-from tests.harness.reference_rig import FULL, Rig, but
+from tests.harness.reference_rig import Rig, but, loading
 from tests.reference import Group, Request, State, WorkerResults, block_bytes
 
 LATER = (None, False)
@@ -95,9 +95,7 @@ def test_E3_the_last_token_of_a_prompt_that_was_loaded_whole_is_computed() -> No
 
 
 def test_E3_wrong_bytes_of_a_load_are_seen() -> None:
-    rig = Rig()
-    rig.add("a", 17, 1, (16, True))
-    rig.step()
+    rig = loading()
     rig.load_over("a")  # and nothing was copied
     rig.step()
     with pytest.raises(InvariantBroken, match="wrong bytes: a rank 0 group 0 token 0"):
@@ -142,9 +140,7 @@ def test_E5_by_priority_the_victim_is_the_least_important_one() -> None:
 
 
 def test_E6_a_request_aborted_while_it_loads_keeps_its_blocks_until_the_report() -> None:
-    rig = Rig()
-    rig.add("a", 17, 1, (16, True))
-    rig.step()
+    rig = loading()
     rig.engine.abort("a")
     rig.step()
     assert rig.engine.free_blocks == 36
@@ -188,9 +184,7 @@ def test_E6_reports_that_nobody_waits_for_end_the_engine(results: WorkerResults)
 
 
 def test_E6_a_load_is_reported_once_by_each_rank() -> None:
-    rig = Rig(but(world=2))
-    rig.add("a", 17, 1, (16, True))
-    rig.step()
+    rig = loading(but(world=2))
     rig.report(WorkerResults({"a"}), 0)
     rig.step()
     assert rig.states() == {"a": State.LOADING}
@@ -276,12 +270,6 @@ def test_E7_a_state_that_is_wrong_is_seen() -> None:
     rig.ranks[0].memory[at] ^= 1
     with pytest.raises(InvariantBroken, match="wrong bytes: a rank 0 group 1"):
         rig.step()
-
-
-def test_E7_a_request_that_can_never_run_is_refused() -> None:
-    rig = Rig()
-    with pytest.raises(ValueError, match="needs 51 engine blocks, there are 40"):
-        rig.engine.add(Request("a", [1] * 200, 3, FULL))
 
 
 def test_E10_bytes_follow_from_tokens_position_group_rank_and_weights() -> None:

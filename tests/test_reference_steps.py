@@ -8,17 +8,14 @@ import pytest
 
 from connectors.events import BlockEvent
 from connectors.step_meta import StepMeta
-from kvstore.core.errors import InvariantBroken
-from tests.harness.reference_rig import Rig, but
+from tests.harness.reference_rig import FULL, Rig, but, loading
 from tests.reference import Group, Shape, State, WorkerResults
 
 # Failed loads
 
 
 def test_E4_a_failed_request_frees_its_blocks_and_is_looked_up_afresh() -> None:
-    rig = Rig()
-    rig.add("a", 17, 1, (16, True), (0, False))
-    rig.step()
+    rig = loading(FULL, (0, False))
     rig.load_over("a", failed=True)
     rig.step(expect={})
     assert rig.script.outputs[-1] == (["a"], {"a"})
@@ -43,17 +40,14 @@ def test_E4_failed_blocks_are_remembered_over_several_reports() -> None:
     assert request.state is State.LOADING
     rig.load_over("a")
     rig.step(expect={})
-    output = rig.step(expect={"a": 21})  # from the first bad block on
+    output = rig.output(expect={"a": 21})  # from the first bad block on
     assert rig.script.asked == [("a", 0)]
-    assert output is not None
     assert output.hits.external == 12
     rig.run()
 
 
 def test_E4_one_rank_that_fails_is_enough() -> None:
-    rig = Rig(but(world=2))
-    rig.add("a", 17, 1, (16, True), (0, False))
-    rig.step()
+    rig = loading(but(world=2), (0, False))
     rig.report(WorkerResults({"a"}, {"a"}), 1)
     rig.step()
     rig.report(WorkerResults({"a"}), 0)
@@ -75,15 +69,14 @@ def sync_load(rig: Rig, *bad: int) -> None:
                 rig.ranks[0].memory[at] ^= 1
             side.next = WorkerResults(invalid={table[index] for index in bad})
 
-    side.start_loads = start_loads  # type: ignore[method-assign]
+    side.start_loads = start_loads
 
 
 def test_E4_a_synchronous_load_is_used_in_its_own_step() -> None:
     rig = Rig()
     rig.add("a", 20, 2, (16, False))
     sync_load(rig)
-    output = rig.step(expect={"a": 4})
-    assert output is not None
+    output = rig.output(expect={"a": 4})
     assert output.hits.external == 16
     assert len(rig.tokens["a"]) == 1
 
@@ -93,12 +86,11 @@ def test_E4_after_a_failed_synchronous_load_the_output_is_skipped(bad: int) -> N
     rig = Rig()
     rig.add("a", 20, 2, (16, False))
     sync_load(rig, bad)
-    output = rig.step(expect={"a": 4})
-    assert output is not None
+    output = rig.output(expect={"a": 4})
     assert rig.tokens["a"] == []
     assert rig.running == ["a"]
     assert output.hits.external == 4 * bad  # what was lost is no hit
-    rig.sides[0].start_loads = lambda meta: None  # type: ignore[method-assign]  # noqa: ARG005
+    rig.sides[0].start_loads = lambda meta: None  # noqa: ARG005
     rig.step(expect={"a": 20 - 4 * bad})
     rig.run()
     twin = Rig()
@@ -115,19 +107,9 @@ def test_E4_a_shared_bad_block_is_computed_again_by_the_first_only() -> None:
     sync_load(rig, 1)
     rig.step(expect={"a": 1, "b": 2})
     assert rig.tokens == {"a": [], "b": []}
-    rig.sides[0].start_loads = lambda meta: None  # type: ignore[method-assign]  # noqa: ARG005
+    rig.sides[0].start_loads = lambda meta: None  # noqa: ARG005
     rig.step(expect={"a": 13, "b": 2})
     assert [len(tokens) for tokens in rig.tokens.values()] == [1, 1]
-
-
-def test_E4_output_that_was_read_from_a_failed_load_is_not_used() -> None:
-    """The engine's own guard: a rank that read a bad block says so."""
-    rig = Rig()
-    rig.add("a", 20, 2, (16, False))
-    sync_load(rig, 1)
-    rig.engine._updates._take_invalid = lambda *_: set()  # type: ignore[method-assign]
-    with pytest.raises(InvariantBroken, match="goes on with what was read from a failed load"):
-        rig.step()
 
 
 # Statistics, events, resets
@@ -136,14 +118,10 @@ def test_E4_output_that_was_read_from_a_failed_load_is_not_used() -> None:
 def test_E8_hits_are_counted_when_a_request_starts_running() -> None:
     rig = Rig()
     rig.add("a", 17, 1, (16, True))
-    first = rig.step()
+    first = rig.output()
     rig.fill()
     rig.load_over("a")
-    second = rig.step()
-    third = rig.step()
-    assert first is not None
-    assert second is not None
-    assert third is not None
+    second, third = rig.output(), rig.output()
     assert (first.hits.asked, second.hits.asked) == (0, 0)
     assert (third.hits.asked, third.hits.external) == (17, 16)
     assert third.hits.sources == {"cpu": 16}
@@ -155,11 +133,9 @@ def test_E8_statistics_of_both_sides_are_one() -> None:
     rig.script.stats.update(deferred=1, shared=1)
     rig.report(WorkerResults(stats={"bytes": 3, "shared": 1}), 0)
     rig.report(WorkerResults(stats={"bytes": 4}), 1)
-    output = rig.step()
-    assert output is not None
+    output = rig.output()
     assert output.connector == {"deferred": 1, "shared": 2, "bytes": 7}
-    following = rig.step()
-    assert following is not None
+    following = rig.output()
     assert not following.connector
 
 
@@ -168,14 +144,12 @@ def test_E8_events_of_engine_and_connector_go_out_together() -> None:
     request = rig.add("a", 9, 1)
     there = BlockEvent("memory", stored=True, group=0, hashes=[b"there"])
     rig.script.events = [there]
-    output = rig.step()
-    assert output is not None
+    output = rig.output()
     own = [(True, request.hash_at(4), 0), (True, request.hash_at(8), 0)]
     assert output.events == [*own, there]
     rig.engine.reset(1, b"n")
     rig.add("b", 4, 1)
-    output = rig.step()
-    assert output is not None
+    output = rig.output()
     assert [event[0] for event in output.events] == [False, False, True]
 
 
@@ -211,9 +185,7 @@ def test_E8_a_reset_drops_placeholders_and_what_is_under_way() -> None:
 
 
 def test_E8_a_reset_while_a_load_holds_blocks_is_an_error() -> None:
-    rig = Rig()
-    rig.add("a", 17, 1, (16, True))
-    rig.step()
+    rig = loading()
     with pytest.raises(RuntimeError, match="4 engine blocks"):
         rig.engine.reset(7, b"nonce")
     assert not rig.script.resets
@@ -328,25 +300,3 @@ def test_E10_lookahead_tokens_get_blocks(lookahead: int) -> None:
     assert len(request.table[0]) == -(-(8 + lookahead) // 4)
     rig.run()
     assert rig.all_free
-
-
-def test_E10_placeholders_and_drafts_get_blocks_too() -> None:
-    rig = Rig(but(batches=2, drafts=3))
-    request = rig.add("a", 8, 9)
-    rig.step()
-    rig.step(expect={"a": 4})
-    assert len(request.table[0]) == 3
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"token_bytes": 6}, "token_bytes is 6, expected a multiple of 4"),
-        ({"groups": (Group(3),)}, "engine blocks of 3 tokens"),
-        ({"groups": (Group(4, state=True),), "drafts": 1}, "state groups with 1 drafts"),
-        ({"groups": (Group(4, state=True),), "budget": 3}, "budget is 3, expected at least"),
-    ],
-)
-def test_E10_shapes_that_no_engine_has_are_refused(change: dict[str, object], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        but(**change).__post_init__()

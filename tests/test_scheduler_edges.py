@@ -15,7 +15,7 @@ from connectors.store_client import SET_KEYS_MAX, SETS, KnownKeys
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
 from kvstore.wire import framing
-from tests.harness.script import BLOCK, MS, Request, Script, hashes
+from tests.harness.script import BLOCK, MS, Request, Script, found, hashes, running
 from tests.test_scheduler_half import loading, waiting
 from tests.test_scheduler_offers import run
 
@@ -41,15 +41,13 @@ def test_O1_no_kind_of_group_is_named_in_the_halves() -> None:
 
 
 def test_O4_a_hit_is_whole_blocks_of_every_group() -> None:
-    script, request = Script(UNEQUAL), Request("r", 90)
-    script.arrive(request, [0, 1], [0, 1])
+    script, request = found(90, [0, 1], [0, 1], script=Script(UNEQUAL))
     assert script.matched(request) == (64, True)
     assert script.matched(request, 48) == (0, False)
 
 
 def test_O5_what_the_engine_has_itself_is_asked_about_too() -> None:
-    script, request = Script(), Request("r", 20)
-    run(script, request)
+    script, request = running(20)
     request.num_tokens, request.block_hashes = 65, hashes(4)
     script.matched(request, 32)  # preempted; two of its blocks are still in the engine's cache
     (lookup,) = script.lookups()
@@ -73,8 +71,9 @@ def test_O8_an_answer_within_the_wait_is_used_and_ends_the_row_of_time_outs() ->
 
 def test_O9_a_table_without_blocks_for_the_load_touches_none() -> None:
     rules = (GroupRule(), GroupRule(1))
-    script, request = Script(Geometry(BLOCK, BLOCK, (BLOCK,) * 2, rules)), Request("r", 40)
-    script.arrive(request, [0, 1], [1])
+    script, request = found(
+        40, [0, 1], [1], script=Script(Geometry(BLOCK, BLOCK, (BLOCK,) * 2, rules))
+    )
     (job,) = script.load(request, [[0, 2], [0, 3]]).loads
     assert job.engine.block_ids == (2, 3)
     assert job.engine.block_indices == (1, 1)
@@ -95,8 +94,7 @@ def test_O10_drafts_are_offered_once_they_are_accepted() -> None:
 
 
 def test_O10_the_last_token_of_a_request_has_no_KV() -> None:
-    script, request = Script(), Request("r", 31)
-    run(script, request)
+    script, request = running(31)
     script.step(request, 31, [[1, 2]])
     request.num_tokens, request.block_hashes = 32, hashes(2)
     script.half.request_finished("r", [[1, 2]])
@@ -107,8 +105,7 @@ def test_O10_the_last_token_of_a_request_has_no_KV() -> None:
 @pytest.mark.parametrize("length", [2, 16])  # block by block, and as one run
 @pytest.mark.parametrize("part", [0, 1])
 def test_O10_a_block_with_a_null_part_is_not_stored(length: int, part: int) -> None:
-    script, request = Script(PARTS), Request("r", length * BLOCK, hash_tokens=8)
-    run(script, request)
+    script, request = running(length * BLOCK, Script(PARTS), hash_tokens=8)
     table = list(range(1, 2 * length + 1))
     table[2 + part] = 0
     stored = script.indices(request, script.step(request, length * BLOCK, [table]))
@@ -120,8 +117,7 @@ def test_O10_a_block_with_a_null_part_is_not_stored(length: int, part: int) -> N
 def test_O13_every_block_of_a_copy_is_fenced_until_all_ranks_have_ended(
     length: int, world: int
 ) -> None:
-    script, request = Script(world=world), Request("r", length * BLOCK)
-    run(script, request)
+    script, request = running(length * BLOCK, Script(world=world))
     table = [list(range(1, length + 1))]
     (job,) = script.step(request, length * BLOCK, table).stores
     for rank in range(world):
@@ -135,8 +131,7 @@ def test_O11_of_what_is_ready_the_latest_is_remembered(monkeypatch: pytest.Monke
     monkeypatch.setattr(store_client, "SETS", 1)
     monkeypatch.setattr(store_client, "SET_SHIFT", 64)  # 0 or -1: the one set
     monkeypatch.setattr(store_client, "SET_KEYS_MAX", 4)
-    script, request = Script(), Request("r", 10 * BLOCK)
-    run(script, request)
+    script, request = running(10 * BLOCK)
     keys = [script.key(request, index) for index in range(10)]
     script.changed(added=keys[:8])
     script.client.receive()
@@ -165,8 +160,7 @@ def test_O8_no_set_of_known_keys_is_large() -> None:
 
 
 def test_O14_a_report_of_a_load_that_is_not_under_way_changes_nothing() -> None:
-    script, request = Script(), Request("r", 40)
-    script.arrive(request, [0, 1])
+    script, request = found(40, [0, 1])
     script.half.on_output({77: 1}, ["r", "nobody"], ["r", "nobody"])
     assert script.matched(request) == (32, True), "it was not loading yet"
     script.load(request, [[1, 2]])
@@ -188,8 +182,7 @@ def test_O15_after_a_failed_load_no_disk_is_waited_for() -> None:
 
 
 def test_O17_copies_of_before_a_reset_stay_fenced_and_keep_their_keys() -> None:
-    script, request = Script(), Request("r", 32)
-    run(script, request)
+    script, request = running(32)
     (job,) = script.step(request, 16, [[1, 2]]).stores
     request.num_computed_tokens = 32
     script.half.request_finished("r", [[1, 2]])

@@ -10,7 +10,7 @@ from connectors.step_meta import pieces
 from kvstore.core.layout import Move
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
-from tests.harness.script import BLOCK, MS, US, Request, Script, hashes
+from tests.harness.script import BLOCK, MS, US, Request, Script, found, hashes
 
 PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))  # two engine blocks in a block
 WINDOW = Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (GroupRule(), GroupRule(2)))
@@ -25,8 +25,7 @@ def waiting() -> tuple[Script, Request]:
 
 def loading() -> tuple[Script, Request]:
     """A request of two blocks and a half whose load is under way."""
-    script, request = Script(), Request("r", 40)
-    script.arrive(request, [0, 1])
+    script, request = found(40, [0, 1])
     script.load(request, [[1, 2]])
     return script, request
 
@@ -53,8 +52,7 @@ def finish(script: Script, request: Request, *, failed: bool = False) -> None:
 
 
 def test_O4_less_than_a_block_beyond_what_the_engine_has_is_none() -> None:
-    script, request = Script(PARTS), Request("r", 41, hash_tokens=8)
-    script.arrive(request, [0, 1])
+    script, request = found(41, [0, 1], script=Script(PARTS), hash_tokens=8)
     assert script.matched(request, 24) == (0, False)
     assert script.matched(request, 16) == (16, True)
     longer = Request("longer", 65, "b", hash_tokens=8)
@@ -70,8 +68,7 @@ def test_O4_it_is_none_at_once_even_before_the_answer() -> None:
 
 
 def test_O4_the_last_token_is_left_to_the_engine() -> None:
-    script, request = Script(), Request("r", 32)
-    script.arrive(request, [0, 1])
+    script, request = found(32, [0, 1])
     assert script.matched(request) == (16, True)
 
 
@@ -92,21 +89,18 @@ def test_O6_a_request_that_computes_all_its_prompt_asks_nothing_and_is_stored() 
 
 
 def test_O4_all_groups_must_serve_the_hit() -> None:
-    script, request = Script(WINDOW), Request("r", 81)
-    script.arrive(request, [0, 1, 2, 3, 4], [1, 2, 4])
+    script, request = found(81, [0, 1, 2, 3, 4], [1, 2, 4], script=Script(WINDOW))
     assert script.matched(request) == (48, True)
 
 
 def test_O4_a_short_window_counts_if_it_reaches_what_the_engine_has() -> None:
-    script, request = Script(WINDOW), Request("r", 81)
-    script.arrive(request, [0, 1, 2, 3], [3])
+    script, request = found(81, [0, 1, 2, 3], [3], script=Script(WINDOW))
     assert script.matched(request, 48) == (16, True)
     assert script.matched(request, 16) == (0, False)
 
 
 def test_O4_a_resumed_request_is_asked_about_with_what_it_generated() -> None:
-    script, request = Script(), Request("r", 20)
-    script.arrive(request, [])
+    script, request = found(20, [])
     script.admit(request)
     request.num_tokens, request.block_hashes = 50, hashes(3)
     request.num_computed_tokens = 0  # preempted
@@ -118,8 +112,7 @@ def test_O4_a_resumed_request_is_asked_about_with_what_it_generated() -> None:
 
 
 def test_O5_asking_again_says_the_same() -> None:
-    script, request = Script(), Request("r", 33)
-    script.arrive(request, [0, 1])
+    script, request = found(33, [0, 1])
     assert [script.matched(request) for _ in range(3)] == [(32, True)] * 3
 
 
@@ -247,8 +240,7 @@ def test_O8_a_store_that_does_not_answer_is_given_up() -> None:
 
 def test_O8_questions_asked_anew_do_not_prolong_the_wait() -> None:
     """Leases so short that each answer has expired when it is read."""
-    script, request = Script(), Request("r", 33)
-    script.arrive(request, [0, 1], lease_ms=10)
+    script, request = found(33, [0, 1], lease_ms=10)
     said: list[tuple[int | None, bool]] = []
     for _ in range(1_000):
         script.now_ns += 20 * MS
@@ -274,15 +266,13 @@ def test_O8_the_limit_starts_anew_when_a_request_comes_back() -> None:
 
 
 def test_O9_lookahead_blocks_are_left_alone() -> None:
-    script, request = Script(), Request("r", 40)
-    script.arrive(request, [0, 1])
+    script, request = found(40, [0, 1])
     (job,) = script.load(request, [[5, 6, 7, 8]]).loads
     assert job.engine.block_ids == (5, 6)
 
 
 def test_O9_the_first_block_is_entered_part_way() -> None:
-    script, request = Script(PARTS), Request("r", 66, hash_tokens=8)
-    script.arrive(request, [0, 1, 2, 3])
+    script, request = found(66, [0, 1, 2, 3], script=Script(PARTS), hash_tokens=8)
     (job,) = script.load(request, [[1, 2, 3, 4, 5, 6, 7, 8, 9]], computed=24).loads
     assert job.engine.block_ids == (4, 5, 6, 7, 8)
     assert job.engine.block_indices == (3,)
@@ -290,18 +280,8 @@ def test_O9_the_first_block_is_entered_part_way() -> None:
     assert next(pieces(job.engine, job.slots, (2,))) == Move(0, 4, 1, 1)
 
 
-def test_O9_null_blocks_are_skipped() -> None:
-    script, request = Script(WINDOW), Request("r", 81)
-    script.arrive(request, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
-    (job,) = script.load(request, [[1, 2, 3, 4, 5], [0, 0, 0, 0, 6]]).loads
-    assert job.engine.group_sizes == (5, 1)
-    assert job.engine.block_indices == (0, 4)
-    assert job.slots == (0, 1, 2, 3, 4, 1004)
-
-
 def test_O9_only_the_window_is_loaded() -> None:
-    script, request = Script(WINDOW), Request("r", 81)
-    script.arrive(request, [0, 1, 2, 3, 4], [3, 4])
+    script, request = found(81, [0, 1, 2, 3, 4], [3, 4], script=Script(WINDOW))
     (job,) = script.load(request, [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]).loads
     assert job.engine.group_sizes == (5, 2)
     assert job.engine.block_ids[5:] == (9, 10)
@@ -318,8 +298,7 @@ def test_O9_the_second_allocation_after_a_load_starts_nothing() -> None:
 
 
 def test_O9_an_allocation_while_loading_changes_no_load() -> None:
-    script, request = Script(), Request("r", 40)
-    script.arrive(request, [0, 1])
+    script, request = found(40, [0, 1])
     assert len(script.load(request, [[1, 2]]).loads) == 1
     script.half.update_state_after_alloc("r", (), 0)
     assert script.step().loads == ()
@@ -332,8 +311,7 @@ def test_O9_an_allocation_while_loading_changes_no_load() -> None:
 
 
 def test_O9_a_promise_without_its_blocks_is_a_load_that_fails() -> None:
-    script, request = Script(), Request("r", 40)
-    script.arrive(request, [0, 1])
+    script, request = found(40, [0, 1])
     assert script.matched(request) == (32, True)
     script.client.detach("between the answer and the allocation")
     script.attach()

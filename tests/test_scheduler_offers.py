@@ -7,7 +7,7 @@ import pytest
 from connectors.engine_interface import Geometry, Step
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
-from tests.harness.script import BLOCK, Request, Script, hashes
+from tests.harness.script import BLOCK, Request, Script, found, hashes, running
 
 PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))
 TWO_FULL = Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (GroupRule(), GroupRule()))
@@ -25,8 +25,7 @@ def run(script: Script, request: Request) -> None:
 
 
 def test_a_long_hit_costs_the_next_step_nothing() -> None:
-    script, request = Script(), Request("r", 16 * 1000 + 1)
-    script.arrive(request, range(1000))
+    script, request = found(16 * 1000 + 1, range(1000))
     script.load(request, [list(range(1, 1001))])
     looked = []
 
@@ -40,16 +39,14 @@ def test_a_long_hit_costs_the_next_step_nothing() -> None:
 
 
 def test_O10_a_block_is_offered_in_the_step_that_completes_it() -> None:
-    script, request = Script(), Request("r", 64)
-    run(script, request)
+    script, request = running(64)
     offered = [script.indices(request, script.step(request, n, TABLE)) for n in (20, 11, 1, 32)]
     assert offered == [[0], [], [1], [2, 3]]
 
 
 def test_O15_beside_others_nothing_is_offered_before_the_first_steps_output_is_there() -> None:
     """Until then another connector may call bad what that step has used."""
-    script, request = Script(beside=True), Request("r", 96)
-    run(script, request)
+    script, request = running(96, Script(beside=True))
     request.num_computed_tokens = 32  # of another connector's
     assert not script.step(request, 16, TABLE).stores
     request.num_in_flight_tokens = 32  # of this step and of the next one
@@ -59,8 +56,7 @@ def test_O15_beside_others_nothing_is_offered_before_the_first_steps_output_is_t
 
 
 def test_O15_beside_others_what_is_called_bad_is_computed_again_before_it_is_offered() -> None:
-    script, request = Script(beside=True), Request("r", 96)
-    run(script, request)
+    script, request = running(96, Script(beside=True))
     request.num_computed_tokens = 32
     assert not script.step(request, 16, TABLE).stores
     request.num_computed_tokens = 0  # all of it was bad
@@ -70,8 +66,7 @@ def test_O15_beside_others_what_is_called_bad_is_computed_again_before_it_is_off
 
 
 def test_O15_beside_others_a_request_that_ends_within_its_first_step_leaves_nothing() -> None:
-    script, request = Script(beside=True), Request("r", 96)
-    run(script, request)
+    script, request = running(96, Script(beside=True))
     request.num_computed_tokens = 32
     script.step(request, 16, TABLE)
     request.num_in_flight_tokens = 16
@@ -81,8 +76,7 @@ def test_O15_beside_others_a_request_that_ends_within_its_first_step_leaves_noth
 
 def test_O10_never_more_than_is_hashed() -> None:
     """Asynchronous scheduling counts tokens as computed whose values nobody knows yet."""
-    script, request = Script(), Request("r", 31)
-    run(script, request)
+    script, request = running(31)
     script.step(request, 31, TABLE)
     assert script.step(request, 1, TABLE).stores == ()
     assert script.step(request, 1, TABLE).stores == (), "33 computed, 31 of them known"
@@ -91,8 +85,7 @@ def test_O10_never_more_than_is_hashed() -> None:
 
 
 def test_O10_what_was_not_offered_is_offered_at_the_end() -> None:
-    script, request = Script(), Request("r", 32)
-    run(script, request)
+    script, request = running(32)
     script.step(request, 16, TABLE)
     request.num_computed_tokens = 32  # the last step's output completed it
     script.half.request_finished("r", TABLE)
@@ -103,8 +96,7 @@ def test_O10_what_was_not_offered_is_offered_at_the_end() -> None:
 
 
 def test_O10_a_null_block_is_skipped_and_the_rest_goes_on() -> None:
-    script, request = Script(WINDOW), Request("r", 64)
-    run(script, request)
+    script, request = running(64, Script(WINDOW))
     meta = script.step(request, 64, [[1, 2, 3, 4], [0, 0, 7, 8]])
     assert script.indices(request, meta, 0) == [0, 1, 2, 3]
     assert script.indices(request, meta, 1) == [2, 3]
@@ -112,8 +104,7 @@ def test_O10_a_null_block_is_skipped_and_the_rest_goes_on() -> None:
 
 
 def test_O11_a_declined_block_keeps_the_cursor() -> None:
-    script, request = Script(credits=1), Request("r", 48)
-    run(script, request)
+    script, request = running(48, Script(credits=1))
     assert script.indices(request, script.step(request, 48, TABLE)) == [0]
     assert script.half.take_stats()["store_declined"] == 1
     script.grant_credits(5)
@@ -121,8 +112,7 @@ def test_O11_a_declined_block_keeps_the_cursor() -> None:
 
 
 def test_O11_a_partly_accepted_batch_is_a_leading_run_per_group() -> None:
-    script, request = Script(TWO_FULL, credits=3), Request("r", 48)
-    run(script, request)
+    script, request = running(48, Script(TWO_FULL, credits=3))
     table = [[1, 2, 3], [4, 5, 6]]
     (job,) = script.step(request, 48, table).stores
     assert job.engine.group_sizes == (1, 1)
@@ -142,8 +132,7 @@ def test_O11_while_a_copy_is_unfinished_another_request_writes_its_own() -> None
 
 
 def test_O12_what_was_loaded_is_not_stored() -> None:
-    script, request = Script(), Request("r", 64)
-    script.arrive(request, [0, 1])
+    script, request = found(64, [0, 1])
     script.load(request, [[1, 2, 3, 4]])
     script.half.on_output({}, ["r"], [])
     script.half.update_state_after_alloc("r", (), 0)
@@ -151,23 +140,20 @@ def test_O12_what_was_loaded_is_not_stored() -> None:
 
 
 def test_O12_what_was_a_hit_in_the_engine_only_is_stored() -> None:
-    script, request = Script(), Request("r", 64)
-    script.arrive(request, [])
+    script, request = found(64, [])
     script.admit(request, 32)
     assert script.indices(request, script.step(request, 32, TABLE)) == [0, 1, 2, 3]
 
 
 def test_O12_what_was_present_but_not_loaded_is_not_stored() -> None:
-    script, request = Script(), Request("r", 64)
-    script.arrive(request, [0, 1])
+    script, request = found(64, [0, 1])
     script.admit(request, 32)
     assert script.indices(request, script.step(request, 32, TABLE)) == [2, 3]
 
 
 def test_O12_the_first_blocks_before_a_load_are_stored_if_the_store_lacks_them() -> None:
     """A window group has only what lies before the hit's end."""
-    script, request = Script(WINDOW), Request("r", 81)
-    script.arrive(request, [0, 1, 2, 3, 4], [3, 4])
+    script, request = found(81, [0, 1, 2, 3, 4], [3, 4], script=Script(WINDOW))
     script.load(request, [[1, 2, 3, 4, 5], [0, 0, 11, 12, 13]], computed=16)
     script.half.on_output({}, ["r"], [])
     script.half.update_state_after_alloc("r", (), 0)
@@ -177,8 +163,7 @@ def test_O12_the_first_blocks_before_a_load_are_stored_if_the_store_lacks_them()
 
 
 def test_a_preempted_request_is_offered_from_its_new_blocks() -> None:
-    script, request = Script(), Request("r", 48)
-    run(script, request)
+    script, request = running(48)
     script.step(request, 16, [[1]])
     request.num_computed_tokens = 0
     script.matched(request)
@@ -214,8 +199,7 @@ def test_O13_a_load_into_a_source_flushes_it() -> None:
 
 def test_O13_blocks_of_a_request_left_out_may_be_filled_by_another_connector() -> None:
     """One with an adapter is nothing to us, but its blocks may be what we still read."""
-    script, request = Script(), Request("r", 32)
-    run(script, request)
+    script, request = running(32)
     (job,) = script.step(request, 32, TABLE).stores
     for number, (local, flush) in enumerate([(48, ()), (32, (job.job_id,))]):
         name = f"adapter{number}"
@@ -229,8 +213,7 @@ def test_O13_blocks_of_a_request_left_out_may_be_filled_by_another_connector() -
 
 def test_O13_what_another_connector_still_loads_is_not_stored_when_its_request_ends() -> None:
     """The engine counts it as computed from the moment at which the load is planned."""
-    script, request = Script(), Request("r", 33)
-    script.arrive(request)
+    script, request = found(33)
     script.matched(request)
     script.half.update_state_after_alloc("r", [[1, 2, 3]], 0)
     request.num_computed_tokens = 32
@@ -255,16 +238,14 @@ def test_O13_a_block_that_two_requests_store_in_one_step_stays_fenced() -> None:
 
 
 def test_O13_what_a_step_itself_completes_is_not_flushed_in_it() -> None:
-    script, request = Script(), Request("r", 16)
-    run(script, request)
+    script, request = running(16)
     meta = script.step(request, 16, TABLE, written=[1])
     assert len(meta.stores) == 1
     assert meta.flush == ()
 
 
 def test_O14_nothing_is_remembered_of_copies_that_ended() -> None:
-    script, request = Script(), Request("r", 48)
-    run(script, request)
+    script, request = running(48)
     (job,) = script.step(request, 48, TABLE).stores
     script.half.request_finished("r", TABLE)
     script.half.on_output({job.job_id: 1}, [], [])
@@ -306,8 +287,7 @@ def test_O17_answers_to_questions_from_before_a_reset_are_not_used() -> None:
 
 
 def test_O17_what_is_ready_in_the_old_epoch_is_stored_in_the_new_one() -> None:
-    script, request = Script(), Request("r", 16)
-    run(script, request)
+    script, request = running(16)
     script.changed(added=[script.key(request, 0)])
     script.step()
     script.half.reset_cache(b"new epoch")
@@ -316,8 +296,7 @@ def test_O17_what_is_ready_in_the_old_epoch_is_stored_in_the_new_one() -> None:
 
 
 def test_O17_what_a_running_request_computed_before_a_reset_is_not_stored_after_it() -> None:
-    script, request = Script(credits=0), Request("r", 48)
-    run(script, request)
+    script, request = running(48, Script(credits=0))
     script.step(request, 40, TABLE)
     script.half.reset_cache(b"new epoch")
     script.grant_credits(9)
@@ -327,8 +306,7 @@ def test_O17_what_a_running_request_computed_before_a_reset_is_not_stored_after_
 
 
 def test_O17_a_reset_during_a_load_says_so() -> None:
-    script, request = Script(), Request("r", 33)
-    script.arrive(request, [0, 1])
+    script, request = found(33, [0, 1])
     script.load(request, [[1, 2]])
     assert not script.half.reset_cache(b"new epoch")
 
@@ -350,15 +328,6 @@ def test_O16_events_are_those_of_the_own_scope() -> None:
 # Credits
 
 
-def test_O23_no_block_is_stored_without_a_slot() -> None:
-    script, request = Script(credits=0), Request("r", 48)
-    run(script, request)
-    assert script.step(request, 48, TABLE).stores == ()
-    (slot,) = script.grant_credits(1)
-    (job,) = script.step(request, 1, TABLE).stores
-    assert job.slots == (slot,)
-
-
 def test_O23_each_slot_is_used_once() -> None:
     script, first, second = Script(), Request("a", 48), Request("b", 48, "b")
     run(script, first)
@@ -369,8 +338,7 @@ def test_O23_each_slot_is_used_once() -> None:
 
 
 def test_O23_slots_of_a_session_end_with_it() -> None:
-    script, request = Script(), Request("r", 48)
-    run(script, request)
+    script, request = running(48)
     script.client.detach("the store went")
     assert script.step(request, 16, TABLE).stores == ()
     script.attach(credits=0)
@@ -384,8 +352,7 @@ def test_O23_slots_of_a_session_end_with_it() -> None:
 
 def test_a_request_is_not_looked_at_before_it_can_have_a_block() -> None:
     """What a step spends is proportional to what changed in it."""
-    script, request = Script(), Request("r", 64)
-    run(script, request)
+    script, request = running(64)
     asked: list[str] = []
 
     def table(request_id: str) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,18 +13,19 @@ from numpy.typing import NDArray
 from connectors import scheduler
 from connectors.copies.host import SlotMap
 from connectors.engine_interface import Geometry, Step
-from connectors.kv_transfer_params import Transfer
+from connectors.kv_transfer_params import NO_TRANSFER, Transfer
 from connectors.step_loads import MEASURED_BYTES_MIN, START_BYTES, StepLoads
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
 from tests.harness.handover_rig import Node, node, prompt
 from tests.harness.live import LiveStore, eventually, store_settings
 from tests.harness.patience import WAIT_S
-from tests.harness.script import BLOCK, ONE_GROUP, Request, Script
+from tests.harness.script import BLOCK, ONE_GROUP, Request, Script, found
 from tests.reference import Group, Output, Shape
 
 BLOCK_BYTES = 1 << 20
 TABLE = [[1, 2, 3]]
+FULL, WINDOW = GroupRule(), GroupRule(2)
 
 
 def idle_engine(
@@ -31,24 +33,30 @@ def idle_engine(
     *,
     block_bytes: int = BLOCK_BYTES,
     beside: bool = False,
-    transfer: Transfer | None = None,
+    transfer: Transfer = NO_TRANSFER,
 ) -> Script:
     """A scheduler half whose engine ends each step before the next."""
     loads = StepLoads(block_bytes)
-    if transfer is None:
-        return Script(geometry, beside=beside, step_loads=loads)
     return Script(geometry, beside=beside, step_loads=loads, transfer=transfer)
 
 
-def begin(script: Script, request: Request, tokens: int) -> None:
-    """Admit a request with a load, and make the step in which it runs."""
+def hit(tokens: int, **how: Any) -> tuple[Script, Request]:  # noqa: ANN401 - of idle_engine
+    """Such an engine has nothing but a request whose first two blocks are there."""
+    script = idle_engine(**how)
+    return found(tokens, *[[0, 1]] * len(script.geometry.rules), script=script)
+
+
+def begun(tokens: int) -> tuple[Script, Request]:
+    """Such a request is admitted with a load, in a step that computes the rest."""
+    script, request = hit(tokens)
     external, waits = script.matched(request)
     assert external
     assert not waits
     script.half.update_state_after_alloc(request.request_id, TABLE, external)
     request.num_computed_tokens = external
-    (job,) = script.step(request, tokens, TABLE).loads
+    (job,) = script.step(request, tokens - external, TABLE).loads
     assert job.in_step
+    return script, request
 
 
 def running(script: Script, name: str) -> None:
@@ -63,8 +71,7 @@ def running(script: Script, name: str) -> None:
 
 
 def test_O6_with_nothing_else_to_run_a_load_ends_in_its_step() -> None:
-    script, request = idle_engine(), Request("r", 40)
-    script.arrive(request, [0, 1])
+    script, request = hit(40)
     assert script.matched(request) == (32, False)
     assert script.matched(request) == (32, False), "asking again says the same"
     script.half.update_state_after_alloc("r", TABLE, 32)
@@ -73,16 +80,9 @@ def test_O6_with_nothing_else_to_run_a_load_ends_in_its_step() -> None:
     assert (job.in_step, job.engine.block_ids, job.slots) == (True, (1, 2), (0, 1))
 
 
-def test_O6_an_engine_that_schedules_ahead_has_no_such_loads() -> None:
-    script, request = Script(), Request("r", 40)
-    script.arrive(request, [0, 1])
-    assert script.matched(request) == (32, True)
-
-
 def test_O6_O15_a_step_that_cannot_be_taken_twice_has_no_such_load() -> None:
     """A seed's generator has gone on, and logprobs of the prompt have been told."""
-    script, request = idle_engine(), Request("r", 40)
-    script.arrive(request, [0, 1])
+    script, request = hit(40)
     script.half._requests["r"].repeatable = False
     assert script.matched(request) == (32, True)
 
@@ -97,8 +97,7 @@ def test_O6_another_request_that_runs_is_not_held_up() -> None:
 
 
 def test_O6_another_request_that_waits_is_not_held_up() -> None:
-    script, request = idle_engine(), Request("r", 40)
-    script.arrive(request, [0, 1])
+    script, request = hit(40)
     script.half.on_new_request(Request("waits", 40, "b"))
     assert script.matched(request) == (32, True)
 
@@ -138,27 +137,22 @@ def _u32(values: list[int]) -> bytes:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: idle_engine(beside=True),
-        lambda: idle_engine(transfer=Transfer("engine", direct=True)),
-        lambda: idle_engine(Geometry(BLOCK, BLOCK, (BLOCK,), (GroupRule(2),))),
+        lambda: found(40, [0, 1]),
+        lambda: hit(40, beside=True),
+        lambda: hit(40, transfer=Transfer("engine", direct=True)),
+        lambda: hit(40, geometry=Geometry(BLOCK, BLOCK, (BLOCK,), (WINDOW,))),
+        lambda: hit(40, geometry=Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (FULL, FULL))),
     ],
-    ids=["beside-other-connectors", "direct", "window"],
+    ids=["schedules-ahead", "beside-other-connectors", "direct", "window", "two-groups"],
 )
-def test_O6_some_engines_have_no_such_loads(make: Callable[[], Script]) -> None:
-    script, request = make(), Request("r", 40)
-    script.arrive(request, [0, 1])
+def test_O6_some_engines_have_no_such_loads(make: Callable[[], tuple[Script, Request]]) -> None:
+    script, request = make()
     assert script.matched(request) == (32, True)
 
 
 def test_O6_only_engines_with_one_group_of_full_attention_have_them() -> None:
-    full, window, state = GroupRule(), GroupRule(2), GroupRule(1, exact=True)
-    served = [rules for rules in ((full,), (window,), (state,), (full, full), (full, window))
-              if StepLoads.serves(rules)]  # fmt: skip
-    assert served == [(full,)]
-    script = idle_engine(Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (full, full)))
-    request = Request("r", 40)
-    script.arrive(request, [0, 1], [0, 1])
-    assert script.matched(request) == (32, True)
+    groups = ((FULL,), (WINDOW,), (GroupRule(1, exact=True),), (FULL, FULL), (FULL, WINDOW))
+    assert [rules for rules in groups if StepLoads.serves(rules)] == [(FULL,)]
 
 
 def test_O6_what_another_engine_computed_is_waited_for_outside_the_step() -> None:
@@ -181,14 +175,12 @@ def test_O6_what_another_engine_computed_is_waited_for_outside_the_step() -> Non
 
 def test_O6_a_long_copy_is_waited_for_outside_the_step() -> None:
     for block_bytes, waits in ((START_BYTES // 2, False), (START_BYTES // 2 + 1, True)):
-        script, request = idle_engine(block_bytes=block_bytes), Request("r", 40)
-        script.arrive(request, [0, 1])
+        script, request = hit(40, block_bytes=block_bytes)
         assert script.matched(request) == (32, waits)
 
 
 def test_O6_how_long_a_copy_takes_is_measured() -> None:
-    script, request = idle_engine(), Request("r", 40)
-    script.arrive(request, [0, 1])
+    script, request = hit(40)
     script.half.copied(MEASURED_BYTES_MIN, 1.0)
     assert script.matched(request) == (32, True), "1 MiB/s"
     script.half.copied(MEASURED_BYTES_MIN - 1, 1e-9)
@@ -200,8 +192,7 @@ def test_O6_how_long_a_copy_takes_is_measured() -> None:
 
 
 def test_O6_a_request_that_comes_back_is_decided_on_anew() -> None:
-    script, request = idle_engine(), Request("r", 40)
-    script.arrive(request, [0, 1])
+    script, request = hit(40)
     assert script.matched(request) == (32, False)
     script.half.on_new_request(Request("second", 8, "b"))  # the engine had no room for the first
     assert script.matched(request) == (32, True)
@@ -214,25 +205,20 @@ def test_O6_a_request_that_comes_back_is_decided_on_anew() -> None:
 
 
 def test_O20_the_lease_is_not_given_back_before_the_workers_have_loaded() -> None:
-    script, request = idle_engine(), Request("r", 40)
-    script.arrive(request, [0, 1])
-    begin(script, request, 8)
+    script, _ = begun(40)
     script.half.on_output({}, [], [])
     script.half.request_finished("r", TABLE)
     assert script.released() == []
 
 
 def test_O12_what_was_loaded_in_a_step_is_not_stored() -> None:
-    script, request = idle_engine(), Request("r", 48)
-    script.arrive(request, [0, 1])
-    begin(script, request, 16)
+    script, request = begun(48)
     script.half.on_output({}, [], [])
     assert script.indices(request, script.step(request, 1, TABLE)) == [2]
 
 
 def test_O15_a_request_that_loaded_in_a_step_stores_nothing_before_its_output_is_there() -> None:
-    script, request = idle_engine(), Request("r", 48)
-    script.arrive(request, [0, 1])
+    script, request = hit(48)
     external, _ = script.matched(request)
     assert external
     script.half.update_state_after_alloc("r", TABLE, external)
@@ -245,9 +231,7 @@ def test_O15_a_request_that_loaded_in_a_step_stores_nothing_before_its_output_is
 
 
 def test_O15_what_a_failed_load_left_wrong_is_named_and_stored_once_it_is_computed() -> None:
-    script, request = idle_engine(), Request("r", 48)
-    script.arrive(request, [0, 1])
-    begin(script, request, 16)
+    script, request = begun(48)
     assert list(script.half.step_load_failed()) == [1, 2, 3], "loaded, and computed from it"
     assert script.half.take_stats()["load_failed"] == 1
     script.half.on_output({}, [], [])
@@ -256,8 +240,7 @@ def test_O15_what_a_failed_load_left_wrong_is_named_and_stored_once_it_is_comput
 
 
 def test_O15_only_what_lies_behind_the_engines_own_blocks_is_wrong() -> None:
-    script, request = idle_engine(), Request("r", 48)
-    script.arrive(request, [0, 1])
+    script, request = hit(48)
     assert script.matched(request, 16) == (16, False)
     script.half.update_state_after_alloc("r", TABLE, 16)
     request.num_computed_tokens = 32
@@ -266,17 +249,13 @@ def test_O15_only_what_lies_behind_the_engines_own_blocks_is_wrong() -> None:
 
 
 def test_O15_what_is_wrong_is_named_though_the_request_was_aborted_meanwhile() -> None:
-    script, request = idle_engine(), Request("r", 48)
-    script.arrive(request, [0, 1])
-    begin(script, request, 16)
+    script, _ = begun(48)
     script.half.request_finished("r", TABLE)
     assert list(script.half.step_load_failed()) == [1, 2, 3]
 
 
 def test_O15_a_load_of_an_earlier_step_does_not_fail_any_more() -> None:
-    script, request = idle_engine(), Request("r", 48)
-    script.arrive(request, [0, 1])
-    begin(script, request, 16)
+    script, request = begun(48)
     script.half.on_output({}, [], [])
     script.step(request, 1, TABLE)
     assert list(script.half.step_load_failed()) == []
@@ -284,8 +263,7 @@ def test_O15_a_load_of_an_earlier_step_does_not_fail_any_more() -> None:
 
 
 def test_O9_a_promise_without_its_blocks_fails_in_its_step() -> None:
-    script, request = idle_engine(), Request("r", 40)
-    script.arrive(request, [0, 1])
+    script, request = hit(40)
     assert script.matched(request) == (32, False)
     script.client.detach("between the answer and the allocation")
     script.attach()
@@ -296,8 +274,7 @@ def test_O9_a_promise_without_its_blocks_fails_in_its_step() -> None:
 
 
 def test_O9_an_allocation_without_a_load_begins_none() -> None:
-    script, request = idle_engine(), Request("r", 48)
-    script.arrive(request, [0, 1])
+    script, request = hit(48)
     assert script.matched(request) == (32, False)
     script.half.update_state_after_alloc("r", TABLE, 0)
     meta = script.step(request, 48, TABLE)

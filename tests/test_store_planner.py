@@ -162,16 +162,6 @@ def test_a_run_gathered_at_once_is_the_same_as_block_by_block() -> None:
     assert sorted(run.slots) == sorted(each.slots)
 
 
-def test_the_parent_of_the_first_new_block_is_the_last_old_one() -> None:
-    desk = Desk()
-    request, tracked = desk.new("a", 3)
-    desk.offers.store_complete(tracked, 32, lambda _: [[1, 2, 3]])
-    desk.offers.take_jobs()
-    desk.offer(request, tracked, [1, 2, 3])
-    (job,) = desk.offers.take_jobs()
-    assert job.parents == (make_key(b"a/1", 0),)
-
-
 def test_what_is_present_is_still_the_parent_of_what_is_not() -> None:
     desk = Desk()
     request, tracked = desk.new("a", 3)
@@ -241,33 +231,3 @@ def test_a_request_is_due_when_its_next_block_can_be_complete() -> None:
     desk.client.credits.append(5)
     assert desk.offer(request, tracked, [1, 2]) == 48
     assert desk.declined == 2
-
-
-def test_without_a_session_nothing_is_due_later() -> None:
-    desk = Desk()
-    desk.client.session = 0
-    request, tracked = desk.new("a", 2)
-    assert desk.offer(request, tracked, [1, 2]) == 0
-    assert desk.offers.take_jobs() == ()
-
-
-def test_the_fence_names_every_unfinished_job_of_a_block() -> None:
-    desk = Desk()
-    for name in ("a", "b", "c"):
-        desk.offer(*desk.new(name, 1), [4])
-        desk.offers.take_jobs()
-    assert desk.offers.fence([3]) == set()
-    assert desk.offers.fence([4]) == {1, 2, 3}
-    desk.offers.on_jobs_ended({2: 1})
-    assert desk.offers.fence([4]) == {1, 3}
-    desk.offers.on_jobs_ended({1: 1, 3: 1})
-    assert desk.offers.fence([4]) == set()
-
-
-def test_keys_of_another_scope_are_others() -> None:
-    desk = Desk()
-    desk.offers.use_scope(b"nonce")
-    desk.offer(*desk.new("a", 2), [1, 2])
-    (job,) = desk.offers.take_jobs()
-    assert job.keys == (make_key(b"a/0", 0, b"nonce"), make_key(b"a/1", 0, b"nonce"))
-    assert job.parents == (b"", job.keys[0])

@@ -53,18 +53,6 @@ def test_B10_a_prompt_all_of_which_has_a_slot_gives_its_engine_blocks_back_at_on
     assert script.step().sent == ()
 
 
-def test_B10_nothing_of_a_short_prompt_has_a_slot() -> None:
-    script, request = prefill(10, [[5]], slots=0)
-    params = script.half.hand_over("p", [[5]])
-    assert params is not None
-    assert (params["remote_num_tokens"], params["remote_block_ids"]) == (10, [[5]])
-    assert script.half.request_finished("p", [[5]])
-    script.grant_credits(1)
-    meta = script.step()
-    assert [job.keys for job in meta.stores] == [(make_key(tail_hash(ONE_GROUP, request, 10), 0),)]
-    assert meta.sent == ("p",)
-
-
 def test_O23_a_block_takes_its_slots_in_all_groups_at_once() -> None:
     script, _ = ended(slots=5, geometry=WINDOW)
     assert len(script.client.credits) == 1

@@ -63,6 +63,13 @@ def new_rig(store: LiveStore, rigs: list[Rig], name: str = "engine", **how: int)
     return rigs[-1]
 
 
+def two_blocks(rig: Rig, *, stale: int = 0) -> tuple[list[bytes], LoadJob]:
+    """A chain is in the store, from blocks 1 and 2; a load of it into blocks 10 and 11."""
+    chain = hashes(2)
+    rig.put(chain, [1, 2])
+    return chain, rig.load_job("r", rig.ask(chain), [10, 11], stale=stale)
+
+
 # Bytes
 
 
@@ -134,38 +141,25 @@ def test_B13_heads_that_another_rank_writes_are_read_only(writes: bool) -> None:
 
 
 def test_O15_a_slot_that_was_reused_fails_the_load(rig: Rig) -> None:
-    chain = hashes(2)
-    rig.put(chain, [1, 2])
-    job = rig.load_job("r", rig.ask(chain), [10, 11], stale=-1)
+    chain, job = two_blocks(rig, stale=-1)
     assert rig.load(job) == [True]
+    assert rig.ranks[0].half.take_bad_blocks() == set(), "its request waits, and nothing was read"
     assert rig.ranks[0].half.take_stats()["failed_loads"] == 1
     assert rig.ask(chain).lease == 0, "the damaged copies are dropped"
 
 
 def test_O23_memory_is_given_back_while_a_load_waits_for_long(rig: Rig) -> None:
     """What it leases is not what goes; its store would end the session of who keeps it waiting."""
-    chain = hashes(2)
-    rig.put(chain, [1, 2])
+    _, waits = two_blocks(rig, stale=1)
     half = rig.ranks[0].half
     half._wait_ns = half._limit_ns = 600 * 10**9
-    waits = rig.load_job("waits", rig.ask(chain), [10, 11], stale=1)
     half.start_loads(StepMeta(loads=(waits,)))
     said: list[framing.Message] = []
     link = SimpleNamespace(send=said.append)
     unmap = threading.Thread(target=half._handle, args=(link, [p.Unmap(99)]), daemon=True)
     unmap.start()
     eventually(lambda: said == [p.Unmapped(99)])
-    assert half._loads_open == {"waits"}
-
-
-def test_a_request_that_loads_again_gets_what_the_second_job_names(rig: Rig) -> None:
-    chain, other = hashes(2), hashes(2, "other")
-    rig.put(chain, [1, 2])
-    rig.put(other, [3, 4])
-    assert rig.load(rig.load_job("r", rig.ask(chain), [10, 11])) == [False]
-    assert rig.load(rig.load_job("r", rig.ask(other), [12, 13])) == [False]
-    assert rig.ranks[0].holds(12, 3)
-    assert rig.ranks[0].holds(13, 4)
+    assert half._loads_open == {"r"}
 
 
 def test_O15_a_load_whose_slot_is_never_filled_fails_in_time_and_holds_up_nobody(
@@ -199,9 +193,7 @@ def test_O15_a_slot_that_is_not_mapped_fails_the_load(rig: Rig) -> None:
 
 
 def test_O15_a_job_that_contradicts_itself_is_reported_too(rig: Rig) -> None:
-    chain = hashes(2)
-    rig.put(chain, [1, 2])
-    whole = rig.load_job("r", rig.ask(chain), [10, 11])
+    _, whole = two_blocks(rig)
     wrong = LoadJob("r", whole.session, 0, whole.engine, whole.slots[:1], whole.generations[:1])
     assert rig.load(wrong) == [True]
 
@@ -252,10 +244,6 @@ def test_O13_what_is_flushed_is_over_before_the_step(rig: Rig) -> None:
     assert all(rank.holds(4 + block, block) for block in (1, 2, 3, 4))
 
 
-def test_O13_a_flush_of_what_is_long_over_waits_for_nothing(rig: Rig) -> None:
-    rig.ranks[0].half.before_step(StepMeta(flush=(1, 2, 3)))
-
-
 def test_O14_each_job_is_reported_once(rig: Rig) -> None:
     chain = hashes(2)
     job = rig.put(chain, [1, 2])
@@ -270,9 +258,8 @@ def test_O14_each_job_is_reported_once(rig: Rig) -> None:
 
 
 def test_a_step_that_computes_nothing_waits_for_loads(rig: Rig) -> None:
-    chain = hashes(2)
-    rig.put(chain, [1, 2])
-    rig.ranks[0].half.start_loads(StepMeta(loads=(rig.load_job("r", rig.ask(chain), [10, 11]),)))
+    _, job = two_blocks(rig)
+    rig.ranks[0].half.start_loads(StepMeta(loads=(job,)))
     rig.collect(idle=True)
     assert rig.ended == [(0, "r", False)]
 
@@ -295,10 +282,9 @@ def run_in_step(rig: Rig, job: LoadJob) -> set[int]:
 
 @pytest.mark.usefixtures("slow_copies")
 def test_O6_a_load_in_a_step_is_over_when_the_forward_pass_begins(rig: Rig) -> None:
-    chain = hashes(2)
-    rig.put(chain, [1, 2])
+    _, job = two_blocks(rig)
     half = rig.ranks[0].half
-    half.start_loads(StepMeta(loads=(in_step(rig.load_job("r", rig.ask(chain), [10, 11])),)))
+    half.start_loads(StepMeta(loads=(in_step(job),)))
     assert rig.ranks[0].holds(10, 1)
     assert rig.ranks[0].holds(11, 2)
     assert half.take_bad_blocks() == set()
@@ -311,18 +297,15 @@ def test_O6_a_load_in_a_step_is_over_when_the_forward_pass_begins(rig: Rig) -> N
 
 
 def test_O20_a_load_in_a_step_ends_its_lease(store: LiveStore, rig: Rig) -> None:
-    chain = hashes(2)
-    rig.put(chain, [1, 2])
-    assert run_in_step(rig, rig.load_job("r", rig.ask(chain), [10, 11])) == set()
+    _, job = two_blocks(rig)
+    assert run_in_step(rig, job) == set()
     namespace = store.server.store.sessions["engine"].namespace
     assert namespace is not None
     eventually(lambda: not len(namespace.manager.leases))
 
 
 def test_O15_a_load_in_a_step_names_the_blocks_that_it_did_not_fill(rig: Rig) -> None:
-    chain = hashes(2)
-    rig.put(chain, [1, 2])
-    job = rig.load_job("r", rig.ask(chain), [10, 11], stale=-1)
+    chain, job = two_blocks(rig, stale=-1)
     assert run_in_step(rig, job) == {10, 11}
     assert rig.ranks[0].half.take_bad_blocks() == set(), "each once"
     eventually(lambda: rig.collect() and rig.ranks[0].half.take_stats()["failed_loads"] == 1)
@@ -333,10 +316,8 @@ def test_O15_a_load_in_a_step_names_the_blocks_that_it_did_not_fill(rig: Rig) ->
 def test_O15_a_slot_that_is_reused_while_a_step_waits_for_its_copy_fails_the_load(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chain = hashes(2)
-    rig.put(chain, [1, 2])
-    job, copy = rig.load_job("r", rig.ask(chain), [10, 11]), HostCopier.copy
-    generations, copies = SlotMap.generations, []
+    _, job = two_blocks(rig)
+    copy, generations, copies = HostCopier.copy, SlotMap.generations, []
 
     def counted(*args: Any, **options: Any) -> Copying:  # noqa: ANN401 - passed on
         copies.append(args)
@@ -350,11 +331,9 @@ def test_O15_a_slot_that_is_reused_while_a_step_waits_for_its_copy_fails_the_loa
 
 
 def test_O8_a_load_in_a_step_waits_for_no_block_that_is_still_to_come(rig: Rig) -> None:
-    chain = hashes(2)
-    rig.put(chain, [1, 2])
+    chain, job = two_blocks(rig, stale=1)
     half = rig.ranks[0].half
     half._wait_ns = half._limit_ns = 30 * 10**9
-    job = rig.load_job("r", rig.ask(chain), [10, 11], stale=1)
     started = time.monotonic()
     assert run_in_step(rig, job) == {10, 11}
     assert time.monotonic() - started < 20
@@ -362,30 +341,19 @@ def test_O8_a_load_in_a_step_waits_for_no_block_that_is_still_to_come(rig: Rig) 
 
 
 def test_O15_a_load_in_a_step_without_its_session_fails(rig: Rig) -> None:
-    chain = hashes(2)
-    rig.put(chain, [1, 2])
-    job = rig.load_job("r", rig.ask(chain), [10, 11])
+    _, job = two_blocks(rig)
     assert run_in_step(rig, msgspec.structs.replace(job, session=0)) == {10, 11}
     assert rig.ranks[0].untouched([10, 11])
 
 
 def test_O15_a_load_in_a_step_that_raises_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = hashes(2)
-    rig.put(chain, [1, 2])
-    job = rig.load_job("r", rig.ask(chain), [10, 11])
+    _, job = two_blocks(rig)
 
     def bug(*_: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(WorkerHalf, "_load", bug)
     assert run_in_step(rig, job) == {10, 11}
-
-
-def test_O15_a_load_outside_its_step_is_reported_by_its_request(rig: Rig) -> None:
-    chain = hashes(2)
-    rig.put(chain, [1, 2])
-    assert rig.load(rig.load_job("r", rig.ask(chain), [10, 11], stale=-1)) == [True]
-    assert rig.ranks[0].half.take_bad_blocks() == set()
 
 
 # The store goes, and comes back

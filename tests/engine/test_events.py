@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from tests.bench.engine import Request
 from tests.bench.models import prompt
 from tests.bench.store import StoreProcess
 from tests.engine.served import Served
-from tests.engine.support import CAPACITY, ENGINE_BLOCK, TOKENS_OUT, eventually, forget, numbers
+from tests.engine.support import ENGINE_BLOCK, TOKENS_OUT, eventually, forget, numbers
 
 pytestmark = pytest.mark.vllm
 
@@ -97,38 +97,14 @@ def test_O16_what_enters_memory_is_told_as_the_engine_tells_its_own(served: Serv
     forget(served.engine)
 
 
-@contextmanager
-def serving(
-    model: Callable[[str], Path], folder: Path, capacity: str, settings: str, **extra: object
-) -> Iterator[Served]:
-    with (
-        StoreProcess(folder, capacity, settings) as store,
-        closing(Served("llama_s", model("llama_s"), folder, store, **extra)) as served,
-    ):
-        yield served
-
-
-def test_O16_a_block_of_several_engine_blocks_is_told_as_these(
-    model: Callable[[str], Path], tmp_path: Path
-) -> None:
-    with serving(model, tmp_path, CAPACITY, "", block_tokens=2 * ENGINE_BLOCK) as served:
-        served.events()
-        requests = unique(2)
-        served.engine.run(requests, max_tokens=2)
-        served.stats()
-        events = served.events()
-        own, ours = stored(events, "GPU"), stored(events, "CPU")
-        assert len(ours) == sum(len(r.tokens) // ENGINE_BLOCK // 2 * 2 for r in requests)
-        assert ours.items() <= own.items()
-        admin.clear(served.store.address)
-        assert sorted(removed(served.events(), "CPU"), key=str) == sorted(ours, key=str)
-
-
 def test_O16_what_leaves_memory_and_stays_on_disk_is_told_so(
     model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     disk = f'\n[nvme]\npath = "{tmp_path / "kv"}"\ncapacity = "256MiB"\n'
-    with serving(model, tmp_path, "16MiB", disk) as served:
+    with (
+        StoreProcess(tmp_path, "16MiB", disk) as store,
+        closing(Served("llama_s", model("llama_s"), tmp_path, store)) as served,
+    ):
         served.events()
         requests = unique(3, 12)
         for _ in range(2):  # the second time from the tiers

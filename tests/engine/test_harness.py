@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.bench.engine import Engine, EngineFailed, Request
-from tests.bench.models import make_model, prompt
+from tests.bench.models import prompt
 from tests.bench.native import native_config
 from tests.engine.identity import assert_same
 from tests.engine.support import eventually, forget, grown
@@ -31,23 +31,6 @@ def requests() -> list[Request]:
 def engine(plain: Callable[[str], Engine]) -> Engine:
     """One without a connector, and with nothing in its cache."""
     return plain("llama_s")
-
-
-def test_a_model_is_made_once(tmp_path: Path) -> None:
-    first = make_model("llama_s", tmp_path)
-    written_ns = (first / "model.safetensors").stat().st_mtime_ns
-    assert make_model("llama_s", tmp_path) == first
-    assert (first / "model.safetensors").stat().st_mtime_ns == written_ns
-    assert [path.name for path in tmp_path.iterdir()] == [first.name]
-
-
-def test_the_same_run_gives_the_same_tokens(engine: Engine) -> None:
-    reference = engine.run(requests(), max_tokens=TOKENS_OUT)
-    assert all(result.finished and len(result.tokens) == TOKENS_OUT for result in reference)
-    assert all(result.cached_tokens == 0 for result in reference)
-    assert all(len(set(result.tokens)) > TOKENS_OUT / 3 for result in reference)
-    forget(engine)
-    assert_same(reference, engine.run(requests(), max_tokens=TOKENS_OUT))
 
 
 def test_a_prefix_hit_shows_in_result_and_metrics(engine: Engine) -> None:
@@ -89,13 +72,6 @@ def test_the_native_peer_loads_what_it_stored(model: Callable[[str], Path], name
     whole = [len(request.tokens) // 32 * 32 for request in requests()]
     assert [result.cached_tokens for result in again] == whole
     assert hits == sum(whole)
-
-
-def test_a_failed_start_says_why(model: Callable[[str], Path]) -> None:
-    engine = Engine(model("llama_s"), connector={"kv_connector": "NoSuchConnector"})
-    with pytest.raises(EngineFailed, match="NoSuchConnector"):
-        engine.__enter__()
-    engine.close()
 
 
 def test_a_hung_engine_is_ended(model: Callable[[str], Path]) -> None:

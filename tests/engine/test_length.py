@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from connectors.vllm_identity import AS_LONG, FITTING, LLAMA_4_TUNED, TRANSFORMERS
+from connectors.vllm_length import AS_LONG, FITTING, LLAMA_4_TUNED, TRANSFORMERS
 from tests.engine.facts import (
     IMPORTS_VLLM,
     facts,

@@ -32,12 +32,6 @@ def refusal(model: Path, connector: dict[str, Any], **settings: Any) -> str:
     return str(caught.value).splitlines()[0]
 
 
-def test_O22_an_engine_that_is_not_served_says_why(model: Callable[[str], Path]) -> None:
-    said = refusal(model("llama_s"), attach() | {"kv_role": "kv_producer"})
-    told = "kvstore does not serve this engine: kv_role 'kv_producer', expected 'kv_both'"
-    assert told in said, said
-
-
 def mla_model(folder: Path) -> Path:
     """A tiny model with multi-head latent attention: a configuration, weights are made up."""
     settings = {

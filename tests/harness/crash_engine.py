@@ -32,7 +32,7 @@ from tests.reference import (
     Shape,
     TieredWorker,
 )
-from tests.reference.attached import attached
+from tests.reference.connector import attached
 from tests.reference.text import slot_bytes
 
 OPEN_MAX = 4  # requests of an engine at one time

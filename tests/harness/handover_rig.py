@@ -23,7 +23,7 @@ from kvstore.wire import engine as p
 from tests.harness.live import LiveStore, eventually
 from tests.harness.patience import WAIT_S
 from tests.reference import VOCABULARY, Engine, Rank, Request, Shape, TieredWorker
-from tests.reference.attached import attached
+from tests.reference.connector import attached
 from tests.reference.text import Text
 
 HANDED = {"do_remote_decode": True}

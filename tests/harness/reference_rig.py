@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import msgspec
 
 from connectors.engine_interface import BlockTable, EngineRequest, Step
 from connectors.events import BlockEvent
+from connectors.scheduler import SchedulerHalf
 from connectors.step_meta import StepMeta
 from tests.reference import (
     Engine,
@@ -19,6 +21,7 @@ from tests.reference import (
     Request,
     Shape,
     State,
+    TieredWorker,
     WorkerResults,
     block_bytes,
 )
@@ -100,17 +103,12 @@ class Script:
         return stats
 
 
-class Side:
+class Side(TieredWorker):
     """A rank's side: reports what the test has put down for the next step."""
 
     def __init__(self) -> None:
         self.next = WorkerResults()
-
-    def before_step(self, meta: StepMeta) -> None: ...
-
-    def start_loads(self, meta: StepMeta) -> None: ...
-
-    def after_forward(self, meta: StepMeta) -> None: ...
+        self.before_step = self.start_loads = self.after_forward = lambda meta: None  # noqa: ARG005
 
     def results(self, _meta: StepMeta) -> WorkerResults:
         results, self.next = self.next, WorkerResults()
@@ -128,7 +126,12 @@ class Rig:
         self.sides = [Side() for _ in range(shape.world)]
         self.ranks = [Rank(shape, rank, side) for rank, side in enumerate(self.sides)]
         self.engine = Engine(
-            shape, self.script, self.ranks, random.Random(seed), accepted=accepted, stopped=stopped
+            shape,
+            cast("SchedulerHalf", self.script),
+            self.ranks,
+            random.Random(seed),
+            accepted=accepted,
+            stopped=stopped,
         )
         self.tokens: dict[str, list[int]] = {}
 
@@ -157,6 +160,12 @@ class Rig:
         if expect is not None:
             assert dict(self.script.steps[-1].scheduled) == expect
         return outputs[-1] if outputs else None
+
+    def output(self, *, expect: dict[str, int] | None = None) -> Output:
+        """Make a step that ends within it."""
+        made = self.step(expect=expect)
+        assert made is not None
+        return made
 
     def run(self, steps: int = 200) -> list[Output]:
         """Step until all is done."""
@@ -204,3 +213,11 @@ class Rig:
     @property
     def all_free(self) -> bool:
         return self.engine.free_blocks == self.shape.blocks - 1
+
+
+def loading(shape: Shape = FULL, *later: tuple[int | None, bool]) -> Rig:
+    """A request of 17 tokens loads 16. later: what is said when it is looked up again."""
+    rig = Rig(shape)
+    rig.add("a", 17, 1, (16, True), *later)
+    rig.step()
+    return rig

@@ -251,3 +251,26 @@ class Script:
         known = {self.key(request, index, group): index for index in range(blocks)}
         stored = [key for job in meta.stores + meta.early for key in job.keys]
         return [known[BlockKey(key)] for key in stored if key in known]
+
+
+def found(
+    tokens: int,
+    *present: Sequence[int],
+    script: Script | None = None,
+    lease_ms: int = 30_000,
+    text: str = "a",
+    hash_tokens: int = BLOCK,
+) -> tuple[Script, Request]:
+    """A request has come, and its lookup is answered: by group, which blocks are present."""
+    script, request = script or Script(), Request("r", tokens, text, hash_tokens)
+    script.arrive(request, *present, lease_ms=lease_ms)
+    return script, request
+
+
+def running(
+    tokens: int, script: Script | None = None, hash_tokens: int = BLOCK
+) -> tuple[Script, Request]:
+    """A request that found nothing is admitted."""
+    script, request = found(tokens, script=script, hash_tokens=hash_tokens)
+    script.admit(request)
+    return script, request

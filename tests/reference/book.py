@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from operator import attrgetter
 
+from connectors.scheduler import SchedulerHalf
 from kvstore.core.errors import InvariantBroken
-from tests.reference.connector import SchedulerSide
 from tests.reference.ranks import Aggregator
 from tests.reference.requests import Request, State, Work
 from tests.reference.shape import Shape
@@ -18,7 +18,7 @@ from tests.reference.tables import Tables
 class Book:
     """All requests of an engine, and their blocks."""
 
-    def __init__(self, shape: Shape, connector: SchedulerSide, aggregator: Aggregator) -> None:
+    def __init__(self, shape: Shape, connector: SchedulerHalf, aggregator: Aggregator) -> None:
         self.shape = shape
         self.connector = connector
         self.reports = aggregator
@@ -35,15 +35,6 @@ class Book:
         self._deferred: list[tuple[list[Work], list[list[int]]]] = []
 
     def add(self, request: Request) -> None:
-        """Queue a new request. Raises ValueError for an id that is in use, or no room ever."""
-        if request.request_id in self.requests:
-            raise ValueError(f"request {request.request_id} is there already")
-        needed = self.tables.blocks_left(request)
-        if needed > self.shape.blocks - 1:
-            raise ValueError(
-                f"request {request.request_id} needs {needed} engine blocks,"
-                f" there are {self.shape.blocks - 1}"
-            )
         self._arrivals += 1
         request.arrival = self._arrivals
         self.requests[request.request_id] = request

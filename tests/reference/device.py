@@ -14,8 +14,7 @@ import msgspec
 from connectors.step_meta import StepMeta
 from kvstore.core.errors import InvariantBroken
 from tests.reference.ranks import Aggregator, Rank, RankStep, Report, Span
-from tests.reference.requests import Work
-from tests.reference.stats import HitStats
+from tests.reference.requests import HitStats, Work
 
 
 class Batch(msgspec.Struct, eq=False):

@@ -12,7 +12,7 @@ import msgspec
 
 from connectors.step_meta import StepMeta
 from kvstore.core.errors import InvariantBroken
-from tests.reference.connector import WorkerResults, WorkerSide
+from tests.reference.connector import TieredWorker, WorkerResults
 from tests.reference.shape import WORD_BYTES, Shape
 from tests.reference.text import JUNK, words_of
 
@@ -51,13 +51,10 @@ class Rank:
     """One worker of the engine; its memory is a buffer of `blocks` pages."""
 
     def __init__(
-        self, shape: Shape, rank: int, side: WorkerSide, memory: bytearray | None = None
+        self, shape: Shape, rank: int, side: TieredWorker, memory: bytearray | None = None
     ) -> None:
-        """memory: shape.blocks pages of shape.page_bytes; None: its own. Raises ValueError."""
-        size = shape.blocks * shape.page_bytes
-        self.memory = bytearray(size) if memory is None else memory
-        if len(self.memory) != size:
-            raise ValueError(f"memory of {len(self.memory)} bytes, expected {size}")
+        """memory: shape.blocks pages of shape.page_bytes; None: its own."""
+        self.memory = bytearray(shape.blocks * shape.page_bytes) if memory is None else memory
         self.between: Callable[[], None] = lambda: None  # other threads' turn
         self.reads = 0  # tokens whose KV was read and found right, over groups
         self.number = rank

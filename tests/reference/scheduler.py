@@ -8,8 +8,7 @@ from connectors.engine_interface import Step
 from kvstore.core.errors import InvariantBroken
 from tests.reference.book import Book
 from tests.reference.device import Batch
-from tests.reference.requests import Hit, Request, State, Work
-from tests.reference.stats import HitStats
+from tests.reference.requests import Hit, HitStats, Request, State, Work
 
 
 class Scheduler:

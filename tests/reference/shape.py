@@ -27,10 +27,6 @@ class Group(msgspec.Struct, frozen=True):
     window: int | None = None
     state: bool = False
 
-    def __post_init__(self) -> None:
-        if self.state and self.window is not None:
-            raise ValueError(f"a state group with a window of {self.window}, expected None")
-
     def first_block(self, position: int) -> int:
         """Return the first engine block that the token at this position reads."""
         if self.state:
@@ -47,7 +43,7 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
     budget: tokens of a step. lookahead: tokens beyond the computed ones that get blocks. batches:
     steps under way at one time. drafts: speculated tokens of each decode. defer_frees: blocks
     that a step under way may still write are freed after it. reuse_newest: blocks freed last are
-    given out first. Raises ValueError for combinations that no engine has.
+    given out first. With state groups there are no drafts, and there is a prefix cache.
     """
 
     groups: tuple[Group, ...]
@@ -65,27 +61,6 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
     reuse_newest: bool = False
     hash_tokens: int = 4
     token_bytes: int = WORD_BYTES
-
-    def __post_init__(self) -> None:
-        if self.token_bytes % WORD_BYTES:
-            raise ValueError(
-                f"token_bytes is {self.token_bytes}, expected a multiple of {WORD_BYTES}"
-            )
-        for group in self.groups:
-            if group.tokens % self.hash_tokens or self.block_tokens % group.tokens:
-                raise ValueError(
-                    f"engine blocks of {group.tokens} tokens, expected a multiple of"
-                    f" {self.hash_tokens} that divides {self.block_tokens}"
-                )
-            if group.state and group.tokens > self.budget:
-                raise ValueError(
-                    f"budget is {self.budget}, expected at least a state's {group.tokens} tokens"
-                )
-        if self.has_state and (self.drafts or not self.prefix_cache):
-            raise ValueError(
-                f"state groups with {self.drafts} drafts and prefix_cache={self.prefix_cache},"
-                " expected none, and a prefix cache"
-            )
 
     @cached_property
     def has_state(self) -> bool:

@@ -7,8 +7,7 @@ from kvstore.core.errors import InvariantBroken
 from tests.reference.book import Book
 from tests.reference.device import Batch
 from tests.reference.ranks import Report
-from tests.reference.requests import Request, State, Work
-from tests.reference.stats import HitStats, Output
+from tests.reference.requests import HitStats, Output, Request, State, Work
 
 
 class Updates:

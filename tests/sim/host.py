@@ -15,6 +15,7 @@ from connectors.scheduler import SchedulerHalf
 from connectors.step_meta import StepMeta
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher
+from connectors.worker import WorkerHalf
 from kvstore.wire import engine as p
 from tests.reference import (
     Engine,
@@ -84,7 +85,7 @@ class Sender(TieredWorker):
     """A worker that reports blocks as sent, some time after their request has ended."""
 
     def __init__(self, worker: Worker, rng: random.Random) -> None:
-        super().__init__(worker)
+        super().__init__(cast("WorkerHalf", worker))
         self.left: list[str] = []
         self._rng = rng
 
