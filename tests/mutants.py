@@ -162,6 +162,14 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if ask.direct is None and self._too_many(namespace, pinned, needs):",
         ),
     ),
+    "kvstore/wire/peer.py": (
+        ("peer_limits -k large", 'scope: Hash = b""', 'scope: bytes = b""'),
+        (
+            "peer_limits -k S2_hashes",
+            "width: Annotated[int, msgspec.Meta(ge=1, le=HASH_BYTES_MAX)]",
+            "width: int",
+        ),
+    ),
     "kvstore/handover/request_leases.py": (
         ("request_leases -k S2_requests", "if len(self._leases) >= REQUESTS_MAX:"),
         ("request_leases", "hand.deadline_ns = max(hand.deadline_ns, end_ns)", "pass"),
@@ -209,6 +217,12 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("nvme_failing -k damaged_before", "fresh.open(damage)", "fresh.open()"),
     ),
     "kvstore/handover/peers.py": (
+        ("peer_limits -k S2_what_names", "self._links[oldest].used_ns >= RESTING_NS:", "True:"),
+        (
+            "peer_limits -k P4",
+            "link.waiting = [one for one in link.waiting if _job_of(one) != message.job]",
+            "link.waiting.append(message)",
+        ),
         (
             "peers_life -k S4_a_namespace",
             "if asked or self.producer.serves(namespace) or (inlet is not None and inlet.in_use):",
@@ -288,6 +302,12 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("export -k B19_a_peer", "if not fetch.states.are(run, CHECKED):"),
     ),
     "kvstore/handover/producer.py": (
+        ("peer_limits -k S2_blocks", ">= WANTED_MAX:", ">= 1 << 62:"),
+        (
+            "peer_limits -k S2_an_unknown",
+            "now_ns >= job.offer_ns or self.request_leases.knows(job.request)",
+            "True",
+        ),
         ("export", "if not job.over and not job.released and now_ns >= job.deadline_ns:"),
         ("export", "if job.over:\n            return ()", ""),
         (

@@ -349,7 +349,7 @@ def test_the_workers_of_a_peers_engine_are_known_as_long_as_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transfers, "NAMED_MAX", 3)
-    monkeypatch.setattr(transfers, "AGENTS_MAX", 2)
+    monkeypatch.setattr(transfers, "AGENTS_MAX", 3)
     told = Told()
     known = PeerAgents(cast("Transfers", told))
     for name in ("exporter", "a", "b"):
@@ -362,5 +362,6 @@ def test_the_workers_of_a_peers_engine_are_known_as_long_as_its_connection(
     known.meet(1, "c", b"md")
     assert told.known.keys() == {"exporter", "b", "c"}, "the longest known makes room"
     known.leave(1)
-    assert len(known) == 2
+    known.meet(2, "d", b"md")
+    assert len(known) == 3
     assert [known.metadata(name) for name in ("exporter", "b", "c", "a")].count(b"") == 2

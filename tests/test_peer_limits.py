@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
-from kvstore.handover import jobs, peers, side_channel, transfers
+from kvstore.handover import jobs, peers, producer, side_channel, transfers
 from kvstore.handover.fetches import Fetch
 from kvstore.handover.side_channel import Channel
 from kvstore.handover.transfers import PeerAgents, Transfers
@@ -112,6 +112,22 @@ def test_exporters_that_are_known_are_limited_and_those_in_use_stay(
     assert len(known) == len(told.known) == 3
 
 
+def test_S2_agents_of_peers_are_limited_while_their_connections_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who names most loses its oldest; a connection's exporter, which is its first, stays."""
+    monkeypatch.setattr(transfers, "AGENTS_MAX", 8)
+    told = Told()
+    known = PeerAgents(cast("Transfers", told))
+    for number in range(3):
+        known.meet(number, f"exporter-{number}", b"m")
+    known.meet(0, "worker", b"m")
+    for number in range(20):
+        known.meet(1, f"many-{number}", b"m")
+    few = {"exporter-0", "exporter-1", "exporter-2", "worker"}
+    assert told.known.keys() == few | {f"many-{number}" for number in range(16, 20)}
+
+
 def test_only_who_is_welcome_is_told_to_the_exporter(place: Place) -> None:
     refused = msgspec.structs.replace(place.hello("refused"), version=m.VERSION + 1)
     elsewhere = msgspec.structs.replace(place.hello("elsewhere"), namespace="other")
@@ -139,14 +155,14 @@ def test_a_peer_whose_connections_are_gone_is_forgotten_in_the_end(
 
 
 def test_who_says_nothing_for_long_is_forgotten(place: Place) -> None:
-    producer = place.prefill.peers.producer
+    own = place.prefill.peers.producer
     place.caller(place.hello())
     place.turns(2)
-    assert len(producer._peers) == 1
+    assert len(own._peers) == 1
     place.turns(2, ms=599_000 // 2)
-    assert len(producer._peers) == 1
+    assert len(own._peers) == 1
     place.turns(2, ms=2000)
-    assert not producer._peers
+    assert not own._peers
     assert not place.prefill.wire.came
 
 
@@ -187,6 +203,35 @@ def test_peers_that_are_asked_are_limited_and_the_one_unused_longest_makes_room(
     place.ask("p3:1")
     assert {link.address for link in own._links.values()} == {"p1:1", "p2:1", "p3:1"}
     place.good.hand_over(hashes(3, "after it"), push=False)
+
+
+def test_S2_what_names_many_peers_at_once_dials_a_few(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "LINKS_MAX", 3)
+    place.turns(1)
+    unwanted = [p.Unwanted(f"p{number}:1", f"r{number}") for number in range(50)]
+    for each in unwanted:
+        place.net.places[each.peer] = lambda _end: (0, lambda _: None)
+    place.good.victim.step(unwanted=tuple(unwanted))
+    place.turns(1)
+    assert [link.address for link in place.decode.peers._links.values()] == ["p0:1", "p1:1", "p2:1"]
+
+
+def test_P4_what_a_peer_was_never_sent_does_not_wait_for_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer whose exporter cannot start says Starting, and never Welcome."""
+    monkeypatch.setattr(place.prefill.peers.producer, "_exporter", lambda: None)
+    address = place.prefill.peers.channel.address
+    for _ in range(5):
+        place.ask(address)
+        place.turns(1)
+    (link,) = place.decode.peers._links.values()
+    assert len(link.waiting) == 5
+    place.turns(60, ms=1000)
+    assert not any(inlet.open for inlet in place.decode.peers._inlets.values())
+    assert link.waiting == []
 
 
 def test_a_connection_that_is_not_used_is_closed(place: Place) -> None:
@@ -251,6 +296,41 @@ def test_blocks_that_a_peer_waits_for_are_limited(
     own.on_message(number, wanted(hashes(5, "y"), 2, request="r"), place.prefill.now_ns)
 
 
+def test_S2_blocks_that_all_peers_wait_for_are_limited(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(producer, "WANTED_MAX", 10)
+    own, namespace = place.prefill.peers.producer, place.prefill.namespace(place.good.giver)
+    own.request_leases.running("r", namespace.manager, SLOT_BYTES, 1)
+    for number in range(3):
+        place.caller(place.hello())(wanted(hashes(6, str(number)), request="r"))
+    place.turns(1)
+    assert [message for message in place.heard if isinstance(message, m.End)] == [m.End(1, "busy")]
+
+
+def test_S2_an_unknown_request_is_looked_for_when_it_comes_and_not_in_each_turn(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, namespace = place.prefill.peers.producer, place.prefill.namespace(place.good.giver)
+    looked: list[int] = []
+    tiers = own._tiers
+
+    def look(job: jobs.Job) -> list[str | None]:
+        looked.append(job.number)
+        return tiers(job)
+
+    monkeypatch.setattr(own, "_tiers", look)
+    for number in (1, 2):
+        place.caller(place.hello())(wanted(hashes(6), number, request=f"r{number}"))
+    place.turns(50)
+    assert looked == [1, 2]
+    own.request_leases.running("r1", namespace.manager, SLOT_BYTES, 1)
+    place.turns(50)
+    assert looked == [1, 2, 1]
+    place.turns(50, ms=10)
+    assert looked == [1, 2, 1, 2], "and once more at the end"
+
+
 def test_regions_that_peers_name_are_limited(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "REGIONS_MAX", 4)
     own = place.decode.peers.inlet(place.decode.namespace(place.good.taker))
@@ -272,6 +352,7 @@ def test_regions_that_peers_name_are_limited(place: Place, monkeypatch: pytest.M
         wanted(hashes(1), request="r" * 5000),
         m.Want(1, bytes(32), 32, (bytes(4 * (m.JOB_BLOCKS_MAX + 1)),)),
         m.Want(1, bytes(32), 32, (b"",) * 65),
+        wanted(hashes(1), scope=bytes(257)),
         m.Land(1, TOO_MANY, b""),
         m.Land(1, b"", bytes((8 << 20) + 4)),
         m.Confirm(1, TOO_MANY),
@@ -281,6 +362,12 @@ def test_regions_that_peers_name_are_limited(place: Place, monkeypatch: pytest.M
 def test_what_would_be_kept_and_is_large_is_no_message(message: framing.Message) -> None:
     with pytest.raises(ProtocolError, match="length <= "):
         m.decode_for_producer(m.encode(message))
+
+
+@pytest.mark.parametrize("width", [-1, 0, 65, 1 << 20])
+def test_S2_hashes_have_a_width(width: int) -> None:
+    with pytest.raises(ProtocolError, match=r"Expected `int` [<>]= "):
+        m.decode_for_producer(m.encode(wanted(hashes(4), width=width)))
 
 
 @pytest.mark.parametrize(

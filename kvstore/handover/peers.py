@@ -29,7 +29,7 @@ from kvstore.handover.direct_fetches import Send, no_workers
 from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.heartbeats import Held, Requests
 from kvstore.handover.jobs import OwnExporter, Source
-from kvstore.handover.producer import Producer
+from kvstore.handover.producer import OfJob, Producer
 from kvstore.handover.runs import Part
 from kvstore.handover.side_channel import LOGGED_MAX, Channel
 from kvstore.handover.transfers import (
@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 
 EXPORTER = -1  # the exporter's number among the store's connections: it maps extents, too
 LINKS_MAX = 128  # peers that are asked at one time; each takes some descriptors
+RESTING_NS = 1_000_000_000  # of a connection that may make room for another
 IDLE_NS = 300_000_000_000  # a connection that nothing was asked on; its peer forgets it later
 SWEEP_NS = 500_000_000
 
@@ -71,6 +72,11 @@ class _Link(msgspec.Struct, eq=False):
     agent: str | None = None  # once it is welcome
     metadata: bytes = b""  # of its exporter
     waiting: list[Message] = []
+
+
+def _job_of(message: Message) -> int | None:
+    """Return the fetch that a message to a producer is about."""
+    return message.job if isinstance(message, m.Want | OfJob) else None
 
 
 class Peers:
@@ -220,10 +226,14 @@ class Peers:
         return number
 
     def _room_for_link(self) -> bool:
-        """Tell whether one more peer can be asked; the one unused longest makes room."""
+        """Tell whether one more peer can be asked; the one unused longest makes room.
+
+        None that was used a moment ago does: what names thousands of peers at once dials a few.
+        """
         idle = self._idle_links() if len(self._links) >= LINKS_MAX else []
-        if idle:
-            self.channel.drop(min(idle, key=lambda number: self._links[number].used_ns))
+        oldest = min(idle, key=lambda number: self._links[number].used_ns, default=None)
+        if oldest is not None and self._now_ns - self._links[oldest].used_ns >= RESTING_NS:
+            self.channel.drop(oldest)
         return len(self._links) < LINKS_MAX
 
     def _idle_links(self) -> list[int]:
@@ -270,6 +280,9 @@ class Peers:
             return
         if link.agent is not None:
             self.channel.send(number, message)
+            return
+        if isinstance(message, m.Release):  # what it asked for was never sent
+            link.waiting = [one for one in link.waiting if _job_of(one) != message.job]
             return
         link.waiting.append(message)
         self._greet(number)

@@ -52,6 +52,7 @@ from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, u32
 
 GRACE_NS = 5_000_000_000
+WANTED_MAX = 1 << 21  # blocks in open jobs of all peers: a few hundred bytes each
 EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
 MEMORY, PREFILL = "cpu", "prefill"
 
@@ -222,6 +223,10 @@ class Producer:
         self._send(number, refused)
 
     def _want(self, peer: Peer, want: m.Want, now_ns: int) -> None:
+        if sum(other.blocks for other in self._peers.values()) >= WANTED_MAX:
+            self.counts["refused"] += 1
+            self._send(peer.number, m.End(want.job, "busy"))
+            return
         job = peer.open(want, now_ns)
         if self.request_leases.ambiguous(want.request):
             self.counts["ambiguous"] += 1
@@ -318,7 +323,9 @@ class Producer:
                 job.over = True
                 self.counts["expired"] += 1
                 self._send(peer.number, m.End(job.number, m.LEASE_OVER))
-            if job.offer_ns is not None:
+            if job.offer_ns is not None and (
+                now_ns >= job.offer_ns or self.request_leases.knows(job.request)
+            ):
                 self._offer(job, now_ns)
             if job.over and now_ns >= job.deadline_ns + GRACE_NS:
                 self._release(job)

@@ -737,11 +737,17 @@ class PeerAgents:
         self._forget_some()
 
     def _forget_some(self) -> None:
-        if len(self._users) > AGENTS_MAX:
-            unused = [agent for agent, users in self._users.items() if not users]
-            for agent in unused[: len(self._users) - AGENTS_MAX]:
-                del self._users[agent], self._metadata[agent]
-                self._transfers.remove_peer(agent)
+        """Forget what is too many: unused agents, then the oldest of who named most."""
+        while len(self._users) > AGENTS_MAX:
+            unused = next((agent for agent, users in self._users.items() if not users), None)
+            if unused is not None:
+                del self._users[unused], self._metadata[unused]
+                self._transfers.remove_peer(unused)
+                continue
+            connection, named = max(self._named.items(), key=lambda item: len(item[1]))
+            if len(named) == 1:
+                return  # each connection has its own: there are no more than connections
+            self._users[named.pop(1)].discard(connection)
 
 
 class Quarantine:

@@ -37,7 +37,7 @@ import msgspec
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
-from kvstore.core.limits import GROUPS_MAX, Words
+from kvstore.core.limits import GROUPS_MAX, HASH_BYTES_MAX, Hash, Words
 from kvstore.core.types import GroupRule
 from kvstore.wire.framing import U32, WORD, Message, from_u32
 
@@ -97,9 +97,9 @@ class Want(Message, frozen=True):
 
     job: int
     hashes: bytes
-    width: int
+    width: Annotated[int, msgspec.Meta(ge=1, le=HASH_BYTES_MAX)]
     indices: Annotated[tuple[Positions, ...], msgspec.Meta(max_length=GROUPS_MAX)]
-    scope: bytes = b""
+    scope: Hash = b""
     request: Text = ""
     lease_ms: int = 30_000
     push: bool = False
@@ -354,7 +354,7 @@ def engine_blocks_of(positions: Sequence[int], packed: bytes) -> dict[int, list[
 
 def wanted_of(want: Want, groups: int) -> list[Sequence[int]]:
     """Return the indices wanted of each group. Raises ProtocolError for what cannot be."""
-    if want.width <= 0 or not want.hashes or len(want.hashes) % want.width:
+    if not want.hashes or len(want.hashes) % want.width:
         raise ProtocolError(f"{len(want.hashes)} bytes of hashes, {want.width} each")
     if len(want.indices) != groups:
         raise ProtocolError(f"indices of {len(want.indices)} groups, this model has {groups}")
