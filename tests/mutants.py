@@ -186,6 +186,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("layout", "_digest((FORMAT, orders))", "_digest((FORMAT,))"),
     ),
     "kvstore/store/server.py": (
+        ("turns -k M3", "self._gauges_fresh.wait(_GAUGES_S)", "self._gauges_fresh.wait()"),
         (
             "local_limits -k S2_one_read",
             "if connection.refused or connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:",
@@ -228,6 +229,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if asked or self.producer.serves(namespace) or (inlet is not None and inlet.in_use):",
         ),
     ),
+    "kvstore/handover/checksums.py": (
+        ("checksums -k B19", "xxhash.xxh3_64_intdigest(namespace.encode())", "0"),
+        ("checksums -k B19", "intdigest(key, ", 'intdigest(b"", '),
+    ),
+    "tiers/nvme/namespace.py": (("checksums -k O15", " + self.digest.encode()", ""),),
     "kvstore/core/manager.py": (
         ("manager", "(above is None or above.state is not _READY):", "above is None and False:"),
         ("manager -k O20_each_grant", "generations[slot] = (generations[slot] + 1) & 0xFFFFFFFF"),

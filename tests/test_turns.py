@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from kvstore.visits import RESTING_MAX, RESTING_NS, Visits
 from kvstore.wire import engine as p
 from tests.harness.fakes import HeapPool, Town, blocks, geometry, hashes
 from tests.harness.live import Client, LiveStore, engine, eventually, store_settings
+from tests.harness.patience import WAIT_S
 from tests.harness.peers import exporter_of, inside
 from tiers.nixl.exporter_child import Child
 from tiers.nvme.block_io import ThreadMover
@@ -303,6 +305,27 @@ def shown(store: LiveStore) -> set[tuple[str, ...]]:
     """The series at /metrics."""
     store.server.await_gauges()
     return set(store.server.store.numbers.gauges)
+
+
+def test_M3_a_scrape_does_not_wait_for_a_loop_that_hangs(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        goes_on.wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.server, "_turn", hang)
+        assert hangs.wait(WAIT_S)
+        scrape = threading.Thread(target=store.server.await_gauges, daemon=True)
+        scrape.start()
+        scrape.join(WAIT_S)
+        answered = not scrape.is_alive()
+    goes_on.set()
+    assert answered
+    eventually(lambda: shown(store))
 
 
 def test_S4_namespaces_without_blocks_and_engines_are_forgotten(
