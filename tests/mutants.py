@@ -171,6 +171,20 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "kvstore/handover/request_leases.py": (
+        (
+            "request_leases -k B18_a_request_is_its",
+            "if before is not None and before.owner not in {owner, NOBODY}:",
+        ),
+        (
+            "request_leases -k B18_a_request_is_its",
+            "if hand is not None and hand.owner == owner:",
+            "if hand is not None:",
+        ),
+        (
+            "request_leases -k B18_a_request_is_its",
+            "if hand is not None and hand.running and hand.owner == owner:",
+            "if hand is not None and hand.running:",
+        ),
         ("request_leases -k S2_requests", "if len(self._leases) >= REQUESTS_MAX:"),
         ("request_leases", "hand.deadline_ns = max(hand.deadline_ns, end_ns)", "pass"),
         ("request_leases", "if hand.consumers not in {0, consumers}:"),
@@ -311,7 +325,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("peer_limits -k S2_blocks", ">= WANTED_MAX:", ">= 1 << 62:"),
         (
             "peer_limits -k S2_an_unknown",
-            "now_ns >= job.offer_ns or self.request_leases.knows(job.request)",
+            "now_ns >= job.offer_ns or self.request_leases.knows(job.request, job.source.manager)",
             "True",
         ),
         ("export", "if not job.over and not job.released and now_ns >= job.deadline_ns:"),
@@ -320,7 +334,10 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "direct_engine export",
             "again.update(position for position in told if job.is_overwritten(position))",
         ),
-        ("export request_leases peers", "if self.request_leases.ambiguous(want.request):"),
+        (
+            "export request_leases peers",
+            "if self.request_leases.ambiguous(want.request, peer.source.manager):",
+        ),
         ("traits -k B3_another", "if hello.version != m.VERSION:"),
     ),
     "kvstore/handover/runs.py": (

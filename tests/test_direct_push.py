@@ -127,7 +127,7 @@ def test_P7_direct_blocks_are_written_as_a_prefill_computes_them() -> None:
     pair.put(chain[:2])
     pair.run(10)
     assert pair.passed == {(number, 0): True, (number, 1): True}
-    pair.producer.request_leases.gone("r")
+    pair.producer.request_leases.gone("r", pair.source.manager, 1)
     pair.run(10)
     assert pair.passed[number, 2] is False
     assert not pair.unsafe, "its peer has said that nothing more comes"

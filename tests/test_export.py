@@ -239,7 +239,10 @@ class Chance:
             self.rng.choice([self.pair.consumer.on_exporter_lost, self.pair.lose])()
 
     def compute(self, _chain: Sequence[bytes]) -> None:
-        self.rng.choice([self.pair.hand, self.pair.producer.request_leases.gone])("r")
+        if self.rng.random() < 0.5:
+            self.pair.hand("r")
+        else:
+            self.pair.producer.request_leases.gone("r", self.pair.source.manager, 1)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -254,7 +257,7 @@ def test_whatever_happens_bytes_are_right_and_nothing_is_left(seed: int) -> None
         for chain in chance.chains:
             pair.arrived(chain)
     pair.fail, pair.damage = 0, set()
-    pair.producer.request_leases.gone("r")
+    pair.producer.request_leases.gone("r", pair.source.manager, 1)
     pair.run(80, ms=1000)
     pair.consumer.on_exporter_lost()  # the end of a quarantine whose peer was lost
     pair.check_nothing_left()
@@ -262,7 +265,9 @@ def test_whatever_happens_bytes_are_right_and_nothing_is_left(seed: int) -> None
 
 def finished(pair: Pair, request: str, chain: Sequence[bytes], lease_ns: int = 10**9) -> None:
     now_ns = pair.giver.now_ns
-    pair.producer.request_leases.done(request, keys_of(chain), now_ns + lease_ns, now_ns)
+    pair.producer.request_leases.done(
+        request, pair.source.manager, 1, keys_of(chain), now_ns + lease_ns, now_ns
+    )
 
 
 def pins(pair: Pair) -> list[int]:
@@ -295,7 +300,7 @@ def test_a_request_whose_engine_is_gone_computes_nothing_more() -> None:
     pair.hand("held")
     finished(pair, "held", chain)
     pair.producer.request_leases.end_of(1)
-    assert not pair.producer.request_leases.may_come("r", keys_of(chain)[0])
+    assert not pair.producer.request_leases.may_come("r", pair.source.manager, keys_of(chain)[0])
     assert len(pair.producer.request_leases) == 1, "what was computed stays"
 
 

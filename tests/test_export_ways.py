@@ -45,7 +45,7 @@ def test_L1_P3_each_block_comes_from_where_it_is_when_its_turn_comes(push: bool)
     pair.run(2)
     drop(pair, keys[6])  # only just computed, it is on the shelf when its turn comes
     pair.put(chain)
-    pair.producer.request_leases.gone("r")
+    pair.producer.request_leases.gone("r", pair.source.manager, 1)
     pair.run(60)
     assert pair.arrived(chain) == 8
     assert pair.consumer.fetched == {"cpu": 2, "other": 4, "prefill": 2}
@@ -108,7 +108,9 @@ def test_P2_registration_and_finished_prefill_come_in_either_order(order: str, p
 
     def end() -> None:
         now_ns = pair.giver.now_ns
-        pair.producer.request_leases.done("r", keys_of(chain), now_ns + 10 * S, now_ns)
+        pair.producer.request_leases.done(
+            "r", pair.source.manager, 1, keys_of(chain), now_ns + 10 * S, now_ns
+        )
         pair.put(chain)
 
     steps = {"registered": register, "begun": begin, "ended": end}
@@ -116,7 +118,7 @@ def test_P2_registration_and_finished_prefill_come_in_either_order(order: str, p
         steps[step]()
         pair.run(20)
     assert pair.arrived(chain) == 4
-    pair.producer.request_leases.gone("r")
+    pair.producer.request_leases.gone("r", pair.source.manager, 1)
     pair.check_nothing_left()
 
 
@@ -173,8 +175,8 @@ def test_P7_what_is_ready_goes_while_the_prefill_goes_on(push: bool) -> None:
         pair.put(chain[:ready])
         pair.run(20)
         assert pair.consumer.counts["fetched"] == ready
-        assert pair.producer.request_leases.computes("r")
-    pair.producer.request_leases.gone("r")
+        assert pair.producer.request_leases.computes("r", pair.source.manager)
+    pair.producer.request_leases.gone("r", pair.source.manager, 1)
     pair.run(3)
     assert pair.arrived(chain) == 5
     pair.check_nothing_left()

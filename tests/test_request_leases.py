@@ -54,13 +54,21 @@ class Rig(Pair):
         self.put(self.chain)
         now_ns = self.giver.now_ns
         self.request_leases.done(
-            request, keys_of(self.chain), now_ns + lease_ns, now_ns, fixed=fixed
+            request,
+            self.source.manager,
+            1,
+            keys_of(self.chain),
+            now_ns + lease_ns,
+            now_ns,
+            fixed=fixed,
         )
 
     def end(self, lease_ns: int = S) -> int:
         """End request r, whose blocks may come later; return the time."""
         now_ns = self.giver.now_ns
-        self.request_leases.done("r", keys_of(self.chain), now_ns + lease_ns, now_ns)
+        self.request_leases.done(
+            "r", self.source.manager, 1, keys_of(self.chain), now_ns + lease_ns, now_ns
+        )
         return now_ns
 
     @property
@@ -118,7 +126,9 @@ def test_L6_who_only_fetches_lets_go_of_nothing() -> None:
     pair.hand("r")
     pair.put(chain)
     now_ns = pair.giver.now_ns
-    pair.producer.request_leases.done("r", keys_of(chain), now_ns + 10 * S, now_ns)
+    pair.producer.request_leases.done(
+        "r", pair.source.manager, 1, keys_of(chain), now_ns + 10 * S, now_ns
+    )
     pair.want(chain, request="r")
     pair.decode.ask(chain)
     pair.run(20)
@@ -131,9 +141,9 @@ def test_B18_a_report_on_a_running_request_waits_for_its_end() -> None:
     rig.begin()
     rig.put(rig.chain)
     key = keys_of(hashes(4))[3]
-    assert rig.request_leases.may_come("r", key)
+    assert rig.request_leases.may_come("r", rig.source.manager, key)
     assert rig.report() == "waits"
-    assert not rig.request_leases.may_come("r", key), "nobody waits for it"
+    assert not rig.request_leases.may_come("r", rig.source.manager, key), "nobody waits for it"
     assert len(rig.request_leases) == 1
     rig.end()
     assert (len(rig.request_leases), rig.held) == (0, 0)
@@ -143,7 +153,7 @@ def test_B18_a_report_on_a_running_request_waits_for_its_end() -> None:
 def test_B18_what_ended_without_blocks_is_gone_at_once() -> None:
     rig = Rig()
     rig.begin()
-    rig.request_leases.gone("r")
+    rig.request_leases.gone("r", rig.source.manager, 1)
     rig.begin("of a lost engine")
     rig.request_leases.end_of(1)
     assert rig.report() == rig.report("of a lost engine") == "gone"
@@ -175,20 +185,58 @@ def test_B18_how_requests_ended_is_not_remembered_for_ever(monkeypatch: pytest.M
     rig = Rig()
     for name in "abc":
         rig.begin(name)
-        rig.request_leases.gone(name)
+        rig.request_leases.gone(name, rig.source.manager, 1)
     assert [rig.report(name) for name in "abc"] == ["unknown", "gone", "gone"]
 
 
 @pytest.mark.parametrize("owner", [1, 2])
 def test_B18_an_id_that_comes_again_is_another_requests(owner: int) -> None:
+    """Of the same engine, or of one that takes the place of an engine that is gone."""
     rig = Rig()
     rig.hold()
     rig.report("r", 0, 2)
+    if owner == 2:
+        rig.request_leases.end_of(1)
+        assert rig.held == 3, "what was computed stays"
     rig.request_leases.running("r", rig.source.manager, SLOT_BYTES, owner)
     assert rig.held == 0
     key = keys_of(hashes(9, "new"))[8]
-    assert rig.request_leases.may_come("r", key)
+    assert rig.request_leases.may_come("r", rig.source.manager, key)
     assert rig.report("r", 0, 1) == "waits", "nobody has reported on this one"
+
+
+def test_B18_a_request_is_its_engines_and_its_namespaces() -> None:
+    """An id is unique in one engine; what another one says under it is of another request."""
+    rig = Rig()
+    other = rig.giver.attach("other", identity="another model")
+    (digest,) = rig.giver.store.namespaces.keys() - {rig.source.layout.digest}
+    elsewhere, here = rig.giver.store.namespaces[digest].manager, rig.source.manager
+    assert other.active
+    rig.hold()
+    leases = rig.request_leases
+    leases.running("r", elsewhere, SLOT_BYTES, 2)
+    leases.gone("r", elsewhere, 2)
+    leases.running("r", here, SLOT_BYTES, 3)
+    leases.gone("r", here, 3)
+    assert rig.held == 3
+    rig.begin("computes")
+    leases.done("computes", here, 3, [], 0, 0)
+    assert leases.computes("computes", here)
+    assert rig.producer.counts["ambiguous"] == 1
+    assert rig.say(m.Done(digest, "r")) == m.Noted("r", "gone")
+    assert rig.say(m.Done("not served", "r")) == m.Noted("r", "unknown")
+    assert rig.report() == "released"
+
+
+def test_B18_a_routers_name_is_one_of_each_model() -> None:
+    rig = Rig()
+    other = rig.giver.attach("other", identity="another model")
+    (digest,) = rig.giver.store.namespaces.keys() - {rig.source.layout.digest}
+    assert other.active
+    rig.begin("r-1", "r")
+    elsewhere = rig.giver.store.namespaces[digest].manager
+    rig.request_leases.running("r-2", elsewhere, SLOT_BYTES, 2, "r")
+    assert rig.report() == "waits"
 
 
 def test_B18_a_request_that_is_told_of_twice_is_one() -> None:
@@ -198,7 +246,9 @@ def test_B18_a_request_that_is_told_of_twice_is_one() -> None:
     rig.begin("r-0-1a2b3c4d", "r-0")
     assert rig.report("r-0", 1, 2) == "waits"
     now_ns = rig.giver.now_ns
-    rig.request_leases.done("r-0-1a2b3c4d", keys_of(rig.chain), now_ns + S, now_ns)
+    rig.request_leases.done(
+        "r-0-1a2b3c4d", rig.source.manager, 1, keys_of(rig.chain), now_ns + S, now_ns
+    )
     assert len(rig.request_leases) == 0, "both have reported"
 
 
@@ -274,12 +324,12 @@ def test_P9_a_request_is_found_by_its_id_or_by_what_both_engines_call_it() -> No
     rig = Rig()
     rig.begin("r-0-1a2b3c4d", "r-0")
     key = keys_of(rig.chain)[0]
-    assert rig.request_leases.may_come("r-0-1a2b3c4d", key)
-    assert rig.request_leases.may_come("r-0", key)
-    assert not rig.request_leases.may_come("r", key)
+    assert rig.request_leases.may_come("r-0-1a2b3c4d", rig.source.manager, key)
+    assert rig.request_leases.may_come("r-0", rig.source.manager, key)
+    assert not rig.request_leases.may_come("r", rig.source.manager, key)
     assert rig.report("r-0") == "waits"
-    rig.request_leases.gone("r-0-1a2b3c4d")
-    assert not rig.request_leases.may_come("r-0", key)
+    rig.request_leases.gone("r-0-1a2b3c4d", rig.source.manager, 1)
+    assert not rig.request_leases.may_come("r-0", rig.source.manager, key)
     assert not rig.request_leases._common
 
 
@@ -287,7 +337,7 @@ def test_P9_an_id_of_its_own_comes_before_a_common_one() -> None:
     rig = Rig()
     rig.begin("r-0")
     rig.begin("r-0-1a2b3c4d", "r-0")
-    rig.request_leases.gone("r-0")
+    rig.request_leases.gone("r-0", rig.source.manager, 1)
     assert rig.report("r-0") == "waits", "the other one's name now"
 
 
@@ -296,7 +346,7 @@ def test_P9_an_ambiguous_id_is_refused() -> None:
     for suffix in ("1a2b3c4d", "deadbeef"):
         rig.begin(f"r-0-{suffix}", "r-0")
     assert rig.report("r-0") == "ambiguous"
-    assert not rig.request_leases.may_come("r-0", keys_of(rig.chain)[0])
+    assert not rig.request_leases.may_come("r-0", rig.source.manager, keys_of(rig.chain)[0])
     rig.keep("r-0", 1000)
     assert rig.producer.counts["unknown"] == 1, "neither of them is meant"
     number = rig.want(rig.chain, request="r-0")
@@ -307,8 +357,8 @@ def test_P9_an_ambiguous_id_is_refused() -> None:
     assert m.End(number, "ambiguous") in rig.down.sent
     assert rig.producer.counts["ambiguous"] == 2
     assert rig.report("r-0-deadbeef") == "waits"
-    rig.request_leases.gone("r-0-deadbeef")
-    assert rig.request_leases.may_come("r-0", keys_of(rig.chain)[0])
+    rig.request_leases.gone("r-0-deadbeef", rig.source.manager, 1)
+    assert rig.request_leases.may_come("r-0", rig.source.manager, keys_of(rig.chain)[0])
 
 
 def test_P9_who_asks_before_the_request_is_known_waits_for_it_a_moment() -> None:
@@ -424,7 +474,7 @@ def test_P8_what_is_not_being_loaded_is_not_fetched_once_its_request_is_gone() -
     assert number not in pair.consumer._fetches
     assert m.Release(number) in pair.up.sent
     assert m.Release(other) not in pair.up.sent
-    pair.producer.request_leases.gone("r")
+    pair.producer.request_leases.gone("r", pair.source.manager, 1)
     pair.run(6)
     assert pair.arrived(chain) == 0
     assert all(entry.pins == 0 for entry in pair.source.manager.index)
@@ -467,7 +517,7 @@ def test_B12_a_lease_begins_when_the_last_block_is_there() -> None:
     rig.put(rig.chain[:2])
     assert rig.after(4 * S) == 2, "nothing has lapsed meanwhile"
     assert rig.after(4 * S + h.LATE_NS - 1) == 2
-    assert rig.request_leases.may_come("r", keys_of(rig.chain)[2])
+    assert rig.request_leases.may_come("r", rig.source.manager, keys_of(rig.chain)[2])
     rig.put(rig.chain)
     assert rig.after(8 * S) == 3
     assert rig.after(10 * S - 1) == 3
@@ -492,7 +542,7 @@ def test_B12_an_abort_in_mid_prefill_drops_what_was_pending() -> None:
     pair.decode.ask(chain)
     pair.run(10)
     assert pair.consumer._fetches, "blocks 1 and 2 may come"
-    pair.producer.request_leases.gone("r")
+    pair.producer.request_leases.gone("r", pair.source.manager, 1)
     pair.run(10)
     assert pair.arrived(chain) == 1
     assert pair.producer.counts["gone"] == 2

@@ -125,7 +125,7 @@ class Requests:
             size = namespace.layout.slot_bytes
             leases.running(request.request, namespace.manager, size, session, request.common)
         elif request.state == "gone" or not request.hashes:
-            leases.gone(request.request)
+            leases.gone(request.request, namespace.manager, session)
         elif request.width <= 0 or len(request.hashes) % request.width:
             raise ProtocolError(f"{len(request.hashes)} bytes of hashes, {request.width} each")
         else:
@@ -137,7 +137,15 @@ class Requests:
                 for index in range(chain.first_of(rule, chain.blocks), chain.blocks)
             ]
             end_ns = now_ns + request.lease_ms * 1_000_000
-            leases.done(request.request, keys, end_ns, now_ns, fixed=request.fixed)
+            leases.done(
+                request.request,
+                namespace.manager,
+                session,
+                keys,
+                end_ns,
+                now_ns,
+                fixed=request.fixed,
+            )
 
     def _let_go(self, namespace: Source, gone: Unwanted) -> None:
         if not gone.request:

@@ -151,7 +151,7 @@ class Producer:
 
     def _computes(self, job: Job) -> bool:
         """Tell whether a job waits for an engine that computes, and for no transfer."""
-        if not job.awaited or not self.request_leases.computes(job.request):
+        if not job.awaited or not self.request_leases.computes(job.request, job.source.manager):
             return False
         return not job.states.have(BUSY)
 
@@ -228,7 +228,7 @@ class Producer:
             self._send(peer.number, m.End(want.job, "busy"))
             return
         job = peer.open(want, now_ns)
-        if self.request_leases.ambiguous(want.request):
+        if self.request_leases.ambiguous(want.request, peer.source.manager):
             self.counts["ambiguous"] += 1
             self._send(peer.number, m.End(want.job, "ambiguous"))
             return
@@ -240,7 +240,9 @@ class Producer:
     def _offer(self, job: Job, now_ns: int) -> None:
         """Offer what there is; blocks of an unknown request may come in a moment."""
         found = self._tiers(job)
-        unknown = bool(job.request) and not self.request_leases.knows(job.request)
+        unknown = bool(job.request) and not self.request_leases.knows(
+            job.request, job.source.manager
+        )
         may_wait = job.offer_ns is not None and now_ns < job.offer_ns
         if None in found and unknown and may_wait:
             return
@@ -273,7 +275,9 @@ class Producer:
         found, tier = job.source.tiering.where(key)
         if tier is not None and found is LookupResult.HIT:
             return tier.name
-        return PREFILL if self.request_leases.may_come(job.request, key) else None
+        return (
+            PREFILL if self.request_leases.may_come(job.request, job.source.manager, key) else None
+        )
 
     def _confirm(self, job: Job, confirm: m.Confirm) -> None:
         positions = m.positions_of(confirm.positions, len(job.keys))
@@ -324,7 +328,7 @@ class Producer:
                 self.counts["expired"] += 1
                 self._send(peer.number, m.End(job.number, m.LEASE_OVER))
             if job.offer_ns is not None and (
-                now_ns >= job.offer_ns or self.request_leases.knows(job.request)
+                now_ns >= job.offer_ns or self.request_leases.knows(job.request, job.source.manager)
             ):
                 self._offer(job, now_ns)
             if job.over and now_ns >= job.deadline_ns + GRACE_NS:
@@ -423,9 +427,9 @@ class Producer:
             if tier is not None and found is LookupResult.HIT:
                 below.setdefault(tier.name, (tier, []))[1].append(position)
                 room -= 1
-            elif self.request_leases.computes(job.request):
+            elif self.request_leases.computes(job.request, job.source.manager):
                 break  # they come in order
-            elif self.request_leases.may_come(job.request, key):
+            elif self.request_leases.may_come(job.request, job.source.manager, key):
                 late.append(position)  # or never: a window may have left it before it had a slot
             else:
                 self.counts["gone"] += 1

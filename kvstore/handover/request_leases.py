@@ -30,6 +30,8 @@ LATE_NS = 5_000_000_000  # what a request named is not coming when none of it ca
 PAST_MAX = 4096  # ended requests that are remembered
 
 End = Literal["released", "gone", "lapsed"]
+Name = tuple[Manager | None, str]  # None: a namespace that is not here
+NOBODY = -1  # owns what an engine that is gone has computed
 
 
 class RequestLease(msgspec.Struct, eq=False):
@@ -62,17 +64,18 @@ class RequestLease(msgspec.Struct, eq=False):
 
 
 class RequestLeases:
-    """All such requests of a store, by the id that the hand-over has.
+    """All such requests of a store, by namespace and the id that the hand-over has.
 
     Names from outside are such an id, or else what requests have in common that a router has
-    sent to both sides at once: then it has to name one request only.
+    sent to both sides at once: then it has to name one request of the namespace only. What engines
+    say of a request of another engine's changes nothing.
     """
 
     def __init__(self, held_bytes_max: int, counts: Counter[str]) -> None:
         """held_bytes_max: of all blocks that are pinned here; others may leave memory."""
-        self._leases: dict[str, RequestLease] = {}
-        self._common: dict[str, list[str]] = {}
-        self._past: dict[str, End] = {}
+        self._leases: dict[Name, RequestLease] = {}
+        self._common: dict[Name, list[str]] = {}
+        self._past: dict[Name, End] = {}
         self._held_bytes_max = held_bytes_max
         self._counts = counts
         self._stored_ns: list[int] = []
@@ -89,23 +92,29 @@ class RequestLeases:
     ) -> None:
         """A request has begun; owner: its session; common: what others may call it.
 
-        What is still held under its id was of another one, of which nobody will speak any more.
+        What its engine, or one that is gone, still holds under its id was of an earlier one.
         """
-        before = self._leases.get(request)
-        if before is not None and before.running and before.owner == owner:
+        before = self._leases.get((manager, request))
+        if before is not None and before.owner not in {owner, NOBODY}:
+            self._counts["ambiguous"] += 1
+            return
+        if before is not None and before.running:
             return
         if before is not None:
             self._end(before, "gone")
         if len(self._leases) >= REQUESTS_MAX:
             self._counts["unknown"] += 1
             return
-        self._leases[request] = RequestLease(request, manager, slot_bytes, owner, common)
+        lease = RequestLease(request, manager, slot_bytes, owner, common)
+        self._leases[manager, request] = lease
         if common:
-            self._common.setdefault(common, []).append(request)
+            self._common.setdefault((manager, common), []).append(request)
 
     def done(
         self,
         request: str,
+        manager: Manager,
+        owner: int,
         keys: Iterable[BlockKey],
         end_ns: int,
         now_ns: int,
@@ -116,8 +125,8 @@ class RequestLeases:
 
         fixed: heartbeats do not move end_ns.
         """
-        hand = self._leases.get(request)
-        if hand is not None and hand.running:
+        hand = self._leases.get((manager, request))
+        if hand is not None and hand.running and hand.owner == owner:
             hand.running, hand.fixed = False, fixed
             hand.deadline_ns = end_ns if fixed else max(hand.deadline_ns, end_ns)
             hand.ended_ns, hand.late_ns = now_ns, now_ns + LATE_NS
@@ -129,28 +138,31 @@ class RequestLeases:
             else:
                 self._end(hand, "released")
 
-    def gone(self, request: str) -> None:
+    def gone(self, request: str, manager: Manager, owner: int) -> None:
         """A request has ended without blocks for anybody; unknown ones are ignored."""
-        hand = self._leases.get(request)
-        if hand is not None:
+        hand = self._leases.get((manager, request))
+        if hand is not None and hand.owner == owner:
             self._end(hand, "gone")
 
     def end_of(self, owner: int) -> None:
         """A session has ended: what its requests still compute will not come."""
-        for hand in list(self._leases.values()):
-            if hand.owner == owner and hand.running:
+        for hand in [hand for hand in self._leases.values() if hand.owner == owner]:
+            hand.owner = NOBODY
+            if hand.running:
                 self._end(hand, "gone")
 
     def _end(self, hand: RequestLease, how: End) -> None:
-        del self._leases[hand.request]
+        name = hand.manager, hand.request
+        del self._leases[name]
         self.held_bytes -= len(hand.pinned) * hand.slot_bytes
         for entry in hand.pinned:
             hand.manager.unpin(entry)
         if hand.common:
-            self._common[hand.common].remove(hand.request)
-            if not self._common[hand.common]:
-                del self._common[hand.common]
-        self._past[hand.request] = how
+            same = self._common[hand.manager, hand.common]
+            same.remove(hand.request)
+            if not same:
+                del self._common[hand.manager, hand.common]
+        self._past[name] = how
         if len(self._past) > PAST_MAX:
             del self._past[next(iter(self._past))]
         self._counts["released"] += how == "released"
@@ -158,33 +170,37 @@ class RequestLeases:
 
     # What other stores say
 
-    def ambiguous(self, name: str) -> bool:
-        """Tell whether a name stands for more than one request."""
-        return name not in self._leases and len(self._common.get(name, ())) > 1
+    def ambiguous(self, name: str, manager: Manager | None) -> bool:
+        """Tell whether a name stands for more than one request of a namespace."""
+        named = manager, name
+        return named not in self._leases and len(self._common.get(named, ())) > 1
 
-    def _find(self, name: str) -> RequestLease | None:
+    def _find(self, name: str, manager: Manager | None) -> RequestLease | None:
         """Return the request that a name stands for."""
-        same = self._common.get(name, ())
-        return self._leases.get(same[0] if name not in self._leases and len(same) == 1 else name)
+        named = manager, name
+        same = self._common.get(named, ())
+        if named not in self._leases and len(same) == 1:
+            named = manager, same[0]
+        return self._leases.get(named)
 
-    def knows(self, name: str) -> bool:
+    def knows(self, name: str, manager: Manager) -> bool:
         """Tell whether a request runs, is held, or has ended not long ago."""
-        return self._find(name) is not None or name in self._past
+        return self._find(name, manager) is not None or (manager, name) in self._past
 
-    def may_come(self, name: str, key: BlockKey) -> bool:
+    def may_come(self, name: str, manager: Manager, key: BlockKey) -> bool:
         """Tell whether a request may still store a block."""
-        hand = self._find(name)
+        hand = self._find(name, manager)
         return hand is not None and hand.wanted and (hand.running or key in hand.missing)
 
-    def computes(self, name: str) -> bool:
+    def computes(self, name: str, manager: Manager) -> bool:
         """Tell whether a request still runs, and a consumer waits for what it computes."""
-        hand = self._find(name)
+        hand = self._find(name, manager)
         return hand is not None and hand.wanted and hand.running
 
     def keep(self, manager: Manager | None, name: str, end_ns: int) -> None:
         """A request waits for what is held: hold it until end_ns at least."""
-        hand = self._find(name)
-        if hand is None or hand.manager is not manager:
+        hand = self._find(name, manager)
+        if hand is None:
             self._counts["unknown"] += 1
         elif not hand.fixed:
             self._counts["extended"] += 1
@@ -195,12 +211,12 @@ class RequestLeases:
 
         Raises ProtocolError for a number of consumers that others did not name.
         """
-        if self.ambiguous(name):
+        if self.ambiguous(name, manager):
             self._counts["ambiguous"] += 1
             return "ambiguous"
-        hand = self._find(name)
-        if hand is None or hand.manager is not manager:
-            past = self._past.get(name)
+        hand = self._find(name, manager)
+        if hand is None:
+            past = self._past.get((manager, name))
             self._counts["unknown"] += past is None
             return past or "unknown"
         if hand.consumers not in {0, consumers}:

@@ -167,7 +167,8 @@ class Node:
         """Count the blocks that its store holds for a request that has ended, and awaits."""
         peers = self.store.server._peers
         assert peers is not None
-        hand = peers.producer.request_leases._leases.get(request)
+        leases = peers.producer.request_leases._leases.values()
+        hand = next((lease for lease in leases if lease.request == request), None)
         return (0, 0) if hand is None else (len(hand.pinned), len(hand.missing))
 
     def events(self) -> dict[str, float]:
