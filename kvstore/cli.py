@@ -382,7 +382,7 @@ def _show_fsck(report: FsckReport) -> None:
     table.add_column("meaning")
     for what, state, amount in report.rows():
         style = "red" if amount.count and state != "ok" else None
-        meaning = MEANINGS[what, state]
+        meaning = MEANINGS[what][state]
         table.add_row(what, state, f"{amount.count:,}", sized(amount.bytes), meaning, style=style)
     if report.index_error is not None:
         print(f"the index is damaged: {report.index_error}")

@@ -325,9 +325,9 @@ MUTANTS = (
         "tests/test_doors.py -k S1_children",
     ),
     Mutant(
-        "tiers/nvme/remount.py",
-        "        fresh.open(damage)",
-        "        fresh.open()",
+        "tiers/nvme/startup.py",
+        "                fresh.open(damage)",
+        "                fresh.open()",
         "tests/test_nvme_failing.py -k damaged_before",
     ),
     Mutant(
@@ -599,7 +599,7 @@ MUTANTS = (
     ),
     Mutant(
         "tiers/nvme/disk.py",
-        "        if now_s < self._idle_until_s and not (under_way or self._shared.visits):",
+        "        if now_s < self._idle_until_s and not (under_way or self.visits):",
         "        if False:",
         "tests/test_turns.py -k asks_nothing",
     ),

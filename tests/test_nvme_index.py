@@ -12,7 +12,7 @@ import pytest
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError
 from tests.harness.nvme_blocks import settings_for, shelf
-from tests.harness.nvme_damage import change_namespaces, extents, row_count
+from tests.harness.nvme_damage import change_table, extents, row_count
 from tiers.nvme import NvmeDisk, directory
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
 from tiers.nvme.index_server import IndexFile
@@ -27,7 +27,7 @@ def test_rows_of_a_namespace_that_nobody_knows_are_deleted(settings: NvmeConfig)
         with shelf(settings, namespace) as found:
             found.put(1, 0, 3)
     files = len(extents(settings))
-    change_namespaces(settings, lambda found: found.pop(b"aaaaaaaaaaaa"))
+    change_table(settings, b"namespaces", lambda rows: rows.pop(0))
     with shelf(settings, "bbbbbbbbbbbb") as found:
         assert found.whole(1, 3)
         found.settle()
@@ -41,7 +41,7 @@ def test_a_namespace_of_empty_blocks_is_damage(
     with shelf(settings) as before:
         before.put(1, 0, 3)
     empty = NAMESPACE.pack(1, 0)
-    change_namespaces(settings, lambda found: found.update(dict.fromkeys(found, empty)))
+    change_table(settings, b"namespaces", lambda rows: rows[0].__setitem__(1, empty))
     with shelf(settings) as after:
         assert after.keys() == []
         assert "the index is damaged" in caplog.text

@@ -21,7 +21,7 @@ import lmdb
 import pytest
 
 from kvstore.core.errors import check
-from tiers.nvme import block_io, disk, files, index_client, maintenance, startup
+from tiers.nvme import block_io, disk, files, index_client, startup
 from tiers.nvme.index_client import IndexClient, IndexProcess
 from tiers.nvme.index_server import IndexServer
 from tiers.nvme.messages import FOLDER, Answer, Commit, Request
@@ -264,9 +264,8 @@ class Platter:
         monkeypatch.setattr(disk, "time", clock)
         monkeypatch.setattr(startup, "time", clock)
         monkeypatch.setattr(index_client, "IndexProcess", self._process)
-        monkeypatch.setattr(maintenance, "time", clock)
-        for module in (block_io, maintenance):
-            monkeypatch.setattr(module, "Runner", self._runner)
+        monkeypatch.setattr(block_io, "time", clock)
+        monkeypatch.setattr(block_io, "Runner", self._runner)
         # By default a set of them is in the order of addresses, which no seed repeats.
         monkeypatch.setattr(files.ExtentFile, "__hash__", lambda file: int(file.path.stem))
         # LMDB's own syncs cost time and show nothing here: its commits are taken as a whole.

@@ -21,13 +21,12 @@ from queue import SimpleQueue
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.index import State
 from tiers.nvme.directory import EXTENT, Directory
-from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, allow_files, stride_of, sync_folder
+from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, allow_files, stride_of
 from tiers.nvme.fsck_report import Amount, FsckReport, Repair
 from tiers.nvme.index import Record
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
 from tiers.nvme.messages import FOLDER, RECORD_BYTES, Commit, Load, Loaded
-from tiers.nvme.namespace import DiskNamespace, Loading
-from tiers.nvme.places import POSITION
+from tiers.nvme.namespace import POSITION, DiskNamespace, Loading
 from tiers.nvme.startup import set_aside, spaces_of
 from tiers.nvme.tier import RUN_BYTES_MAX
 
@@ -98,7 +97,6 @@ class Known:
     """What the index says, brought together with what is on disk."""
 
     def __init__(self, volume: Directory, report: FsckReport) -> None:
-        """Counts go to the report."""
         self._volume = volume
         self._report = report
         self._spaces: list[DiskNamespace] = []
@@ -127,8 +125,8 @@ class Known:
         for space, mine in zip(self._spaces, refused, strict=True):
             self._count(space, mine)
         self._report.namespaces = len(self._spaces)
-        self._report.blocks.foreign.add(0, len(self._strays))
-        self._report.extents.lost.add(0, len(self._gone))
+        self._report.blocks["foreign"].add(0, len(self._strays))
+        self._report.extents["lost"].add(0, len(self._gone))
 
     def _read_index(self) -> list[list[Refused]]:
         """Have each space take its records, as a store does; return what each has refused."""
@@ -171,19 +169,18 @@ class Known:
         for name in names:
             if EXTENT.fullmatch(name) and name not in known:
                 self._orphans.append(self._volume.path / name)
-                self._report.extents.orphan.add(on_disk(self._orphans[-1]))
-        self._report.used_bytes += self._report.extents.orphan.bytes
+                self._report.extents["orphan"].add(on_disk(self._orphans[-1]))
+        self._report.used_bytes += self._report.extents["orphan"].bytes
 
     def _count(self, space: DiskNamespace, refused: list[Refused]) -> None:
         """Count the rows that stand for nothing, and the extents."""
         blocks, extents = self._report.blocks, self._report.extents
         for _, _, cause in refused:
-            amount = blocks.unreadable if cause == "beyond" else getattr(blocks, cause)
-            amount.add(space.slot_bytes)
+            blocks["unreadable" if cause == "beyond" else cause].add(space.slot_bytes)
         short = {place >> 32 for _, place, cause in refused if cause == "beyond"}
         for number, extent in space.extents.items():
             size = on_disk(extent.path)
-            (extents.short if number in short else extents.ok).add(size)
+            extents["short" if number in short else "ok"].add(size)
             self._report.used_bytes += size
 
     # Reading the blocks
@@ -200,7 +197,7 @@ class Known:
             for records, causes in verified(space):
                 for record, cause in zip(records, causes, strict=True):
                     if cause != "ok":
-                        getattr(self._report.blocks, cause).add(space.slot_bytes)
+                        self._report.blocks[cause].add(space.slot_bytes)
                         bad.append(record)
                     done.add(space.slot_bytes)
                     watch(done, whole)
@@ -215,8 +212,8 @@ class Known:
             if record.state is not State.DROPPED:
                 space.drop(record, "damaged")
         blocks = self._report.blocks
-        blocks.unreachable.add(space.slot_bytes, before - len(space.index) - len(bad))
-        blocks.ok.add(space.slot_bytes, len(space.index))
+        blocks["unreachable"].add(space.slot_bytes, before - len(space.index) - len(bad))
+        blocks["ok"].add(space.slot_bytes, len(space.index))
         self._deletes += [space.index_key(record) for record in space.take_deletes()]
 
     @property
@@ -240,8 +237,8 @@ class Known:
         done.blocks_dropped, done.extents_dropped = len(deletes), len(self._gone)
         for path in self._orphans:  # a link is removed itself, not what it leads to
             path.unlink(missing_ok=True)
-            done.files_removed += 1
-        sync_folder(folder)
+        done.files_removed = len(self._orphans)
+        self._volume.sync()
         return done
 
     def close(self) -> None:

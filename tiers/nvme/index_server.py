@@ -33,7 +33,6 @@ from tiers.nvme.messages import (
     Connection,
     Done,
     Failed,
-    Load,
     Loaded,
     Open,
     Opened,
@@ -303,7 +302,6 @@ class IndexServer:
     """Does what requests say, on one file."""
 
     def __init__(self) -> None:
-        """Without a file: Open comes first."""
         self.file: IndexFile | None = None
         self.lock_fd = -1  # kept until this process ends
         self.broken = False  # LMDB takes no more writes after one that failed
@@ -322,7 +320,13 @@ class IndexServer:
                 yield Done(left=self.file.purge(request.number, request.rows_max))
             else:
                 yield Done()
-                yield from _load(self.file, request)
+                # It takes as long as all else here, and a store that starts empty needs none of it.
+                from tiers.nvme.index_load import Sorted  # noqa: PLC0415
+
+                chunks = self.file.rows(request.number)
+                found = Sorted(request.number, request.slot_bytes, request.counts, chunks)
+                yield from found.batches(request.skip)
+                yield Loaded(found.refused)
         except _ERRORS as exc:
             self.broken = True
             yield failed(exc)
@@ -337,21 +341,7 @@ class IndexServer:
         namespaces, extents = file.tables()
         numbers = {number for number, _ in namespaces.values()}
         following = max([*numbers, file.last_number]) + 1
-        strays = file.strays(numbers)
-        return Opened(file.new, file.clean, following, strays, namespaces, extents)
-
-
-def _load(file: IndexFile, request: Load) -> Iterator[Answer]:
-    """Yield the records of a namespace."""
-    # It takes as long as all else here, and a store that starts empty needs none of it.
-    from tiers.nvme.index_load import Rows, Sorted  # noqa: PLC0415
-
-    rows = Rows()
-    for chunk in file.rows(request.number):
-        rows.add(chunk)
-    found = Sorted(request.number, request.slot_bytes, request.counts, rows)
-    yield from found.batches(request.skip)
-    yield Loaded(request.number, found.refused)
+        return Opened(file.new, file.clean, following, file.strays(numbers), namespaces, extents)
 
 
 def failed(exc: Exception) -> Failed:
@@ -361,14 +351,6 @@ def failed(exc: Exception) -> Failed:
         damaged=is_damage(exc),
         format=isinstance(exc, OtherFormatError),
     )
-
-
-def serve(store: Connection[Request]) -> None:
-    """Answer requests until there are no more, or one has failed."""
-    server = IndexServer()
-    while not server.broken:
-        for answer in server.answers(store.receive()):
-            store.send(answer)
 
 
 def end_with(fd: int) -> None:
@@ -385,8 +367,11 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     end = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=end_with, args=(end.fileno(),), daemon=True).start()
+    store, server = Connection(end, requests), IndexServer()
     with contextlib.suppress(EOFError, OSError):  # the store is ending
-        serve(Connection(end, requests))
+        while not server.broken:
+            for answer in server.answers(store.receive()):
+                store.send(answer)
     return 0
 
 

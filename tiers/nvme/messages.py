@@ -101,22 +101,10 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Batch(msgspec.Struct, tag=True):
-    """Records of one namespace, parents first, the oldest first; numbers are little-endian.
+    """Records of one namespace, parents first, the oldest first: rows of row_format(width)."""
 
-    keys are `width` bytes each, padded; lengths (u16) says how long they are where these differ.
-    parents (u32) are positions in the namespace's records, NO_PARENT for a root. leaves (u8) says
-    which ones nothing hangs below.
-    """
-
-    number: int
     width: int
-    lengths: bytes
-    keys: bytes
-    places: bytes  # u64, as generations and checksums
-    parents: bytes
-    generations: bytes
-    checksums: bytes
-    leaves: bytes
+    rows: bytes
 
 
 class Loaded(msgspec.Struct, tag=True):
@@ -125,8 +113,16 @@ class Loaded(msgspec.Struct, tag=True):
     place: the slot that the record's deletion makes free, one beyond the end, or NOWHERE.
     """
 
-    number: int
     refused: list[tuple[bytes, int, str]]
+
+
+def row_format(width: int) -> str:
+    """Return a record's struct: key (padded), its length, place, parent, generation, sum, leaf.
+
+    The parent is a position in the namespace's records, NO_PARENT for a root; below a leaf hangs
+    nothing.
+    """
+    return f"<{width}sHQIQQ?"
 
 
 Request = Open | Commit | Purge | Load
@@ -159,22 +155,17 @@ class Connection(Generic[M]):
         Raises EOFError when the other end is closed, OSError, and BlockingIOError with
         MSG_DONTWAIT when it is not there yet.
         """
-        while (body := self._take_body()) is None:
+        buffer, end = self._buffer, NUMBER.size
+        while len(buffer) < end or len(buffer) < (
+            end := NUMBER.size + NUMBER.unpack_from(buffer)[0]
+        ):
             data = self._end.recv(_READ_BYTES, flags)
             if not data:
                 raise EOFError
-            self._buffer += data
+            buffer += data
+        body = bytes(memoryview(buffer)[NUMBER.size : end])
+        del buffer[:end]
         return self._decoder.decode(body)
-
-    def _take_body(self) -> bytes | None:
-        if len(self._buffer) < NUMBER.size:
-            return None
-        end = NUMBER.size + NUMBER.unpack_from(self._buffer)[0]
-        if len(self._buffer) < end:
-            return None
-        body = bytes(memoryview(self._buffer)[NUMBER.size : end])
-        del self._buffer[:end]
-        return body
 
     def close(self) -> None:
         """Close this end; safe to call twice."""
