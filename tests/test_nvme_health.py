@@ -17,6 +17,11 @@ def disk() -> Health:
     return Health("/kv")
 
 
+def now(disk: Health) -> HealthState:
+    """Return the state, which a type checker takes for the one of the line before."""
+    return disk.state
+
+
 def failure(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 
@@ -26,7 +31,7 @@ def test_what_cannot_be_written_makes_it_read_only() -> None:
         for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
             disk = Health("/kv")
             disk.write_failed(what, failure(number), 100.0)
-            assert disk.state is HealthState.READ_ONLY
+            assert now(disk) is HealthState.READ_ONLY
             assert disk.online
             assert not disk.writable
             assert what in disk.reason
@@ -38,19 +43,19 @@ def test_lost_permissions_turn_it_off_at_once() -> None:
         disk, again = Health("/kv"), Health("/kv")
         disk.read(1, failure(number), 100.0, extents=5)
         again.write_failed("a write", failure(number), 100.0)
-        assert disk.state is again.state is HealthState.OFF
+        assert now(disk) is now(again) is HealthState.OFF
 
 
 def test_failed_reads_in_a_row_turn_it_off(disk: Health) -> None:
     for extent in range(READ_ERRORS_MAX - 1):
         disk.read(extent, failure(errno.EIO), 100.0, extents=5)
-    assert disk.state is HealthState.OK
+    assert now(disk) is HealthState.OK
     disk.read(7, None, 100.0, extents=5)
     for extent in range(READ_ERRORS_MAX - 1):
         disk.read(extent, failure(errno.EIO), 100.0, extents=5)
-    assert disk.state is HealthState.OK, "one was good"
+    assert now(disk) is HealthState.OK, "one was good"
     disk.read(1, failure(errno.EIO), 100.0, extents=5)
-    assert disk.state is HealthState.OFF
+    assert now(disk) is HealthState.OFF
     assert not disk.online
     assert not disk.writable
 
@@ -58,10 +63,10 @@ def test_failed_reads_in_a_row_turn_it_off(disk: Health) -> None:
 def test_one_bad_extent_of_several_is_not_the_disk(disk: Health) -> None:
     for _ in range(10 * READ_ERRORS_MAX):
         disk.read(1, failure(errno.EIO), 100.0, extents=2)
-    assert disk.state is HealthState.OK
+    assert now(disk) is HealthState.OK
     for _ in range(READ_ERRORS_MAX):
         disk.read(1, failure(errno.EIO), 100.0, extents=1)
-    assert disk.state is HealthState.OFF
+    assert now(disk) is HealthState.OFF
 
 
 @pytest.mark.parametrize(
@@ -82,13 +87,13 @@ def test_a_directory_that_cannot_be_looked_at_turns_it_off(
 def test_off_goes_before_loading_and_loading_before_read_only(disk: Health) -> None:
     disk.only_reads("full", 100.0)
     disk.loading(on=True)
-    assert disk.state is HealthState.LOADING
+    assert now(disk) is HealthState.LOADING
     disk.lost("gone", 100.0)
-    assert disk.state is HealthState.OFF
+    assert now(disk) is HealthState.OFF
     disk.back(200.0)
-    assert disk.state is HealthState.LOADING
+    assert now(disk) is HealthState.LOADING
     disk.loading(on=False)
-    assert disk.state is HealthState.OK
+    assert now(disk) is HealthState.OK
 
 
 def test_it_is_tried_after_a_while_and_after_longer_when_the_trouble_is_back_at_once(

@@ -103,9 +103,9 @@ def test_S2_records_are_no_answer_to_a_request(empty: Shelf) -> None:
     client, space = empty.disk.opening.index_client, empty.tier.space
     client.load(Load(space.number, space.slot_bytes, space.slot_counts))
     with pytest.raises(TierIOError, match="Batch is no answer"):
-        client.purge(space.number + 1, 1)
+        client.commit(Commit(purge=space.number + 1))
     assert client.process is None, "what else it sends is not taken"
-    assert client.purge(space.number + 1, 1) is False
+    assert client.commit(Commit(purge=space.number + 1)) is False
 
 
 def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) -> None:
@@ -268,7 +268,9 @@ def test_a_process_that_outlives_its_store_keeps_the_directory(
 # While it loads
 
 
-def test_what_is_not_loaded_yet_is_to_be_asked_again(settings: NvmeConfig) -> None:
+def test_what_is_not_loaded_yet_is_asked_for_again_and_can_be_discarded(
+    settings: NvmeConfig,
+) -> None:
     with shelf(settings) as before:
         before.put(1, 0, 3)
     with shelf(settings, settled=False) as after:
@@ -276,15 +278,10 @@ def test_what_is_not_loaded_yet_is_to_be_asked_again(settings: NvmeConfig) -> No
         after.settle()
         assert after.tier.lookup(key(1, 0)) is LookupResult.HIT
         assert after.tier.lookup(key(9, 0)) is LookupResult.MISS
-
-
-def test_a_block_that_is_discarded_before_it_is_loaded_goes(settings: NvmeConfig) -> None:
-    with shelf(settings) as before:
-        before.put(1, 0, 3)
-    with shelf(settings, settled=False) as after:
-        after.tier.discard([key(1, 1)])
-        after.settle()
-        assert [after.has(1, index) for index in range(3)] == [True, False, False]
+    with shelf(settings, settled=False) as again:
+        again.tier.discard([key(1, 1)])  # before it is loaded
+        again.settle()
+        assert [again.has(1, index) for index in range(3)] == [True, False, False]
 
 
 def test_clear_while_the_index_loads_clears_what_comes_later(settings: NvmeConfig) -> None:

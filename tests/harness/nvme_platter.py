@@ -251,11 +251,15 @@ class Platter:
     def _install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         commit = IndexClient.commit
 
-        def watched_commit(index: IndexClient, changes: Commit) -> None:
-            self._around(lambda: commit(index, changes))
-            if self.live:
-                self.at_commit(changes, self._queues[3].since_s)
-                self._moment()
+        def watched_commit(index: IndexClient, changes: Commit) -> bool:
+            if not self.live:
+                return commit(index, changes)
+            self._moment()
+            left = commit(index, changes)
+            self._read_index()
+            self.at_commit(changes, self._queues[3].since_s)
+            self._moment()
+            return left
 
         monkeypatch.setattr(IndexClient, "commit", watched_commit)
         calls = {name: getattr(self, name) for name in CALLS}
@@ -271,13 +275,6 @@ class Platter:
         # LMDB's own syncs cost time and show nothing here: its commits are taken as a whole.
         opened = lmdb.open
         monkeypatch.setattr(lmdb, "open", lambda *a, **k: opened(*a, **{**k, "sync": False}))
-
-    def _around(self, change: Callable[[], None]) -> None:
-        if self.live:
-            self._moment()
-        change()
-        if self.live:
-            self._read_index()
 
     # Power
 

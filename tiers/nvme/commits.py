@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 Batch = tuple[DiskNamespace, list[Record], list[Record]]
 NEVER = float("inf")
-PURGE_ROWS = 10_000  # of one commit
 
 
 class Commits:
@@ -111,6 +110,6 @@ class Commits:
                 self._strays.remove(number)
 
         def work() -> bool:
-            return self._disk.opening.index_client.purge(number, PURGE_ROWS)
+            return self._disk.opening.index_client.commit(Commit(purge=number))
 
         self._disk.keeper.submit(work, done)

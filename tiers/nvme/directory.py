@@ -77,7 +77,7 @@ class Directory:
 
     def open(self, wait_s: float) -> None:
         """Make the directory if it is not there, and lock it. Raises ConfigError when taken."""
-        with self._or_close():
+        with self.or_close():
             try:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 refuse_folder(str(self.path), self.path.stat())
@@ -100,7 +100,7 @@ class Directory:
 
         Raises OSError, and TierIOError when another one is in its place, or it is in use.
         """
-        with self._or_close():
+        with self.or_close():
             self._attach(0)
             if not self._locked():
                 raise TierIOError(taken(self.path, self.lock_fd))
@@ -110,7 +110,8 @@ class Directory:
             self._mark()
 
     @contextlib.contextmanager
-    def _or_close(self) -> Iterator[None]:
+    def or_close(self) -> Iterator[None]:
+        """Close it if what is done meanwhile raises."""
         try:
             yield
         except BaseException:

@@ -48,16 +48,13 @@ class NvmeDisk:
         volume = Directory(Path(settings.path))
         volume.open(LOCK_WAIT_S)
         opening = Startup(volume, settings.capacity_bytes)
-        try:
-            look = volume.look()
-            opening.open()
-        except (OSError, TierError) as exc:
-            volume.close()
-            why = exc.strerror if isinstance(exc, OSError) else str(exc)
-            raise ConfigError(f"{volume.path}: cannot be used: {why}") from exc
-        except BaseException:
-            volume.close()
-            raise
+        with volume.or_close():
+            try:
+                look = volume.look()
+                opening.open()
+            except (OSError, TierError) as exc:
+                why = exc.strerror if isinstance(exc, OSError) else str(exc)
+                raise ConfigError(f"{volume.path}: cannot be used: {why}") from exc
         writers = writers_of(settings.threads)
         self.settings = settings
         self.capacity_bytes = settings.capacity_bytes

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -265,9 +266,14 @@ def load(client: IndexClient, space: DiskNamespace) -> list[Refused]:
     return message.refused
 
 
+def run_blocks_max(space: DiskNamespace) -> int:
+    """Return how many blocks are read in one call at most."""
+    return max(1, min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // stride_of(space.slot_bytes)))
+
+
 def runs_of(space: DiskNamespace) -> Iterator[list[Record]]:
     """Yield the blocks of a space in the order of their places, neighbours together."""
-    longest = max(1, min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // stride_of(space.slot_bytes)))
+    longest = run_blocks_max(space)
     run: list[Record] = []
     for record in sorted(space.index, key=lambda record: record.slot):
         if run and (len(run) == longest or record.slot != run[-1].slot + 1):
@@ -280,10 +286,9 @@ def runs_of(space: DiskNamespace) -> Iterator[list[Record]]:
 
 def verified(space: DiskNamespace) -> Iterator[tuple[list[Record], list[str]]]:
     """Read all blocks of a space, on threads; yield some with what causes_of() says of them."""
-    todo = list(runs_of(space))
-    size = max((len(run) * stride_of(space.slot_bytes) for run in todo), default=0)
+    size = run_blocks_max(space) * stride_of(space.slot_bytes)
     buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(min(READERS, len(todo))):
+    for _ in range(READERS):
         buffers.put(memoryview(mmap.mmap(-1, size)))
 
     def read(run: list[Record]) -> list[str]:
@@ -293,9 +298,9 @@ def verified(space: DiskNamespace) -> Iterator[tuple[list[Record], list[str]]]:
         finally:
             buffers.put(buffer)
 
+    runs = runs_of(space)
     with ThreadPoolExecutor(READERS) as pool:
-        for first in range(0, len(todo), _BATCH_RUNS):
-            some = todo[first : first + _BATCH_RUNS]
+        while some := list(islice(runs, _BATCH_RUNS)):
             yield from zip(some, pool.map(read, some), strict=True)
 
 

@@ -29,7 +29,6 @@ from tiers.nvme.messages import (
     Loaded,
     Open,
     Opened,
-    Purge,
     Request,
     answers,
 )
@@ -223,17 +222,14 @@ class IndexClient:
         kind = IndexDamagedError if answer.damaged else TierIOError
         return kind(f"{self.path}: {answer.text}")
 
-    def commit(self, changes: Commit) -> None:
-        """Make changes durable, all or none.
+    def commit(self, changes: Commit) -> bool:
+        """Make changes durable, all or none; tell whether a purge has left records.
 
         Raises TierIOError: then it is not known which, and the same commit may be tried again.
         """
-        self._ask(changes)
+        left = self._ask(changes).left
         self._deaths = 0
-
-    def purge(self, number: int, rows_max: int) -> bool:
-        """Delete records of a number that is no namespace's; tell whether there are more."""
-        return self._ask(Purge(number, rows_max)).left
+        return left
 
     def load(self, request: Load) -> None:
         """Have a namespace's records sent, for take(). Raises TierIOError."""

@@ -28,6 +28,7 @@ from tiers.nvme.messages import (
     FORMAT,
     NAMESPACE,
     NUMBER,
+    PURGE_ROWS,
     Answer,
     Commit,
     Connection,
@@ -36,7 +37,6 @@ from tiers.nvme.messages import (
     Loaded,
     Open,
     Opened,
-    Purge,
     Request,
     requests,
 )
@@ -202,8 +202,9 @@ class IndexFile:
         """Return what no table has as many rows as; pages that lead in a circle would never end."""
         return self._file_bytes() // _ROW_BYTES_MIN
 
-    def commit(self, changes: Commit) -> None:
-        """Make changes durable, all or none."""
+    def commit(self, changes: Commit) -> bool:
+        """Make changes durable, all or none; tell whether a purge has left records."""
+        left = False
         with self._env.begin(write=True) as txn:
             if self._marked or changes.clean:
                 txn.put(b"format", FORMAT, db=self._meta)
@@ -218,18 +219,18 @@ class IndexFile:
                 txn.delete(NUMBER.pack(number), db=self._extents)
             for key, value in changes.puts:
                 txn.put(key, value, db=self._blocks)
+            if changes.purge is not None:
+                left = self._purge(txn.cursor(self._blocks), changes.purge)
         self._marked = changes.clean
+        return left
 
-    def purge(self, number: int, rows_max: int) -> bool:
-        """Delete records of a namespace; tell whether there are more."""
-        with self._env.begin(write=True) as txn:
-            cursor = txn.cursor(self._blocks)
-            there = cursor.set_range(NUMBER.pack(number).rstrip(b"\0"))
-            for _ in range(rows_max):
-                if not there or _number_of(cursor.key()) != number:
-                    return False
-                cursor.delete()
-                there = bool(cursor.key())  # it stands at the next one, if there is any
+    def _purge(self, cursor: lmdb.Cursor, number: int) -> bool:
+        there = cursor.set_range(NUMBER.pack(number).rstrip(b"\0"))
+        for _ in range(PURGE_ROWS):
+            if not there or _number_of(bytes(cursor.key())) != number:
+                return False
+            cursor.delete()
+            there = bool(cursor.key())  # it stands at the next one, if there is any
         return True
 
     def rows(self, number: int) -> Iterator[list[bytes]]:
@@ -314,10 +315,7 @@ class IndexServer:
             elif self.file is None:
                 yield Failed("the index is not open")
             elif isinstance(request, Commit):
-                self.file.commit(request)
-                yield Done()
-            elif isinstance(request, Purge):
-                yield Done(left=self.file.purge(request.number, request.rows_max))
+                yield Done(left=self.file.commit(request))
             else:
                 yield Done()
                 # It takes as long as all else here, and a store that starts empty needs none of it.

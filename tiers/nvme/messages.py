@@ -29,10 +29,14 @@ NOWHERE = (1 << 64) - 1
 NO_PARENT = (1 << 32) - 1
 RECORD_BYTES = 512  # of the index file for each block, with room for half-full pages
 FOLDER = "index"
+PURGE_ROWS = 10_000  # of one commit
 
 
 class Commit(msgspec.Struct, tag=True):
-    """Make changes durable, all or none. The index is in order only after one that is clean."""
+    """Make changes durable, all or none. The index is in order only after one that is clean.
+
+    purge: a namespace that is in no table any more, of which to delete up to PURGE_ROWS records.
+    """
 
     deletes: list[bytes] = []
     puts: list[tuple[bytes, bytes]] = []
@@ -40,6 +44,7 @@ class Commit(msgspec.Struct, tag=True):
     extents: list[tuple[int, int]] = []  # number, namespace
     extents_gone: list[int] = []
     clean: bool = False
+    purge: int | None = None
 
 
 class Open(msgspec.Struct, tag=True):
@@ -70,13 +75,6 @@ class Opened(msgspec.Struct, tag=True):
     extents: dict[int, int]  # number -> namespace
 
 
-class Purge(msgspec.Struct, tag=True):
-    """Delete up to rows_max records of a namespace that is in no table any more."""
-
-    number: int
-    rows_max: int
-
-
 class Load(msgspec.Struct, tag=True):
     """Send the records of a namespace, without the first `skip`. counts: slots of its extents."""
 
@@ -87,7 +85,7 @@ class Load(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """It is done, or begun. left: whether a Purge has left records."""
+    """It is done, or begun. left: whether a purge has left records."""
 
     left: bool = False
 
@@ -125,7 +123,7 @@ def row_format(width: int) -> str:
     return f"<{width}sHQIQQ?"
 
 
-Request = Open | Commit | Purge | Load
+Request = Open | Commit | Load
 Answer = Opened | Done | Failed | Batch | Loaded
 M = TypeVar("M")
 

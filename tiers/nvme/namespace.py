@@ -109,10 +109,6 @@ class ExtentSlots:
                 free.append(position)
             self.free += 1
 
-    def doubt(self, place: int) -> None:
-        """Have a place be the last to be taken again, once it is free."""
-        self._doubtful.add(place)
-
     def withdraw(self, number: int) -> None:
         """Take no slot of an extent any more; it goes when its last one is free."""
         self.retiring.add(number)
@@ -226,7 +222,7 @@ class DiskNamespace(ExtentSlots):
             self.index.ready(record)
             self.to_put.append(record)
         elif record.state is not State.DROPPED:
-            self.doubt(record.slot)
+            self._doubtful.add(record.slot)
             self.drop(record, "failed")
         self.unpin(record)
 

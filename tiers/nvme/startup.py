@@ -298,11 +298,8 @@ class Remount:
 
         def open_again() -> None:
             disk.volume.open_again()
-            try:
+            with disk.volume.or_close():
                 fresh.open(damage)
-            except BaseException:
-                disk.volume.close()
-                raise
 
         def returned(error: Exception | None, now_s: float) -> None:
             if error is not None:
