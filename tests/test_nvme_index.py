@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import NvmeConfig
-from kvstore.core.errors import ConfigError
 from tests.harness.nvme_blocks import settings_for, shelf
 from tests.harness.nvme_damage import change_table, extents, row_count
-from tiers.nvme import NvmeDisk, directory
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
 from tiers.nvme.index_server import IndexFile
 from tiers.nvme.messages import FOLDER, NAMESPACE, Commit
@@ -62,23 +60,6 @@ def test_extents_without_an_index_are_a_loss_but_for_one_that_was_being_made(
         with shelf(settings):
             assert extents(settings) == []
         assert ("the index is damaged or lost" in caplog.text) is (lost or count > 1)
-
-
-def test_an_extent_that_may_not_be_opened_is_an_error_not_a_loss(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with shelf(settings) as before:
-        before.put(1, 0, 3)
-    with monkeypatch.context() as patched:
-        patched.setattr(directory, "ExtentFile", _raise_emfile)
-        with pytest.raises(ConfigError, match="Too many open files"):
-            NvmeDisk(settings)
-    with shelf(settings) as after:
-        assert after.whole(1, 3)
-
-
-def _raise_emfile(*_: object) -> int:
-    raise OSError(24, "Too many open files")
 
 
 # Its file
