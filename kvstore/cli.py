@@ -285,7 +285,7 @@ def _show_fsck(report: FsckReport) -> None:
     shown = table("what", "state", "count>", "bytes>", "meaning")
     for what, state, amount in report.rows():
         style = "red" if amount.count and state != "ok" else None
-        meaning = MEANINGS[what, state]
+        meaning = MEANINGS[what][state]
         shown.add_row(what, state, f"{amount.count:,}", sized(amount.bytes), meaning, style=style)
     if report.index_error is not None:
         print(f"the index is damaged: {report.index_error}")

@@ -219,7 +219,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         (
             "turns -k asks_nothing",
-            "if now_s < self._idle_until_s and not (under_way or self._shared.visits):",
+            "if now_s < self._idle_until_s and not (under_way or self.visits):",
         ),
     ),
     "connectors/vllm_identity.py": (
@@ -228,7 +228,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "tiers/nixl/exporter_child.py": (
         ("doors -k S1_children", '"-P", "-m", "tiers.nixl.exporter', '"-m", "tiers.nixl.exporter'),
     ),
-    "tiers/nvme/remount.py": (
+    "tiers/nvme/startup.py": (
         ("nvme_failing -k damaged_before", "fresh.open(damage)", "fresh.open()"),
     ),
     "kvstore/handover/peers.py": (

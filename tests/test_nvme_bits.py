@@ -18,7 +18,7 @@ import pytest
 
 from kvstore.core.errors import ConfigError
 from tests.harness.nvme_blocks import SLOT_BYTES, key, settings_for, shelf
-from tests.harness.nvme_damage import change_namespaces
+from tests.harness.nvme_damage import change_table
 from tests.harness.nvme_trouble import wait, wait_for
 from tiers.nvme import NvmeDisk
 from tiers.nvme.index_server import IndexFile, failed, is_damage
@@ -129,13 +129,13 @@ def test_S2_another_version_of_lmdb_in_its_first_pages_is_damage(folder: Path, p
 def test_S2_a_namespace_whose_blocks_have_another_size_on_disk_is_damage(folder: Path) -> None:
     """Else its engines could never attach: the name follows from the size."""
 
-    def enlarge(found: dict[bytes, bytes]) -> None:
-        ((digest, value),) = found.items()
-        number, size = NAMESPACE.unpack(value)
+    def enlarge(rows: list[list[bytes]]) -> None:
+        (row,) = rows
+        number, size = NAMESPACE.unpack(row[1])
         assert size == SLOT_BYTES
-        found[digest] = NAMESPACE.pack(number, size | 1 << 18)
+        row[1] = NAMESPACE.pack(number, size | 1 << 18)
 
-    change_namespaces(settings_for(folder), enlarge)
+    change_table(settings_for(folder), b"namespaces", enlarge)
     with shelf(settings_for(folder)) as found:
         wait_for(found, "ok")
         assert found.put(1, 0, 3).done == 3

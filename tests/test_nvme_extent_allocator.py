@@ -77,7 +77,7 @@ def test_a_file_system_of_which_nothing_is_known_gets_no_extent(
 
 def test_the_reserve_of_the_file_system_is_not_free(empty: Shelf, folder: Path) -> None:
     found = os.statvfs(folder)
-    seen = empty.disk._shared.volume.look()
+    seen = empty.disk.volume.look()
     assert seen.free_bytes <= found.f_bavail * found.f_frsize - 64 * MIB
 
 
@@ -112,7 +112,7 @@ def test_a_resize_while_an_extent_is_made_leaves_it_within_its_cap(
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", gate)
         for chain in range(16, 40):
-            if empty.disk._room.making:
+            if empty.disk.room.making:
                 break
             empty.put(chain, 0, 1)
         wait(empty, lambda: gate.waiting)
@@ -134,7 +134,7 @@ def test_a_smaller_cap_in_any_state_holds_in_the_end(
             lose(found)
             away(found)
         elif state == "read_only":
-            found.disk._health.only_reads("for the test", time.monotonic())
+            found.disk.health.only_reads("for the test", time.monotonic())
         found.disk.resize(8 * MIB)
         if state == "off":
             let_back(found)
@@ -143,6 +143,31 @@ def test_a_smaller_cap_in_any_state_holds_in_the_end(
         found.settle()
         assert found.keys()
         assert all(found.get([name]).done == 1 for name in found.keys())  # noqa: SIM118
+
+
+def test_a_block_that_is_being_read_is_read_to_its_end(folder: Path) -> None:
+    with shelf(settings_for(folder, 32 * MIB)) as found:
+        found.put(1, 0, 30)
+        held = list(found.tier.space.index)
+        for record in held:
+            found.tier.space.pin(record)
+        found.disk.resize(1)
+        for _ in range(50):
+            found.disk.flush()
+        files = list(folder.glob("*.extent"))
+        assert files, "somebody reads there"
+        for record in held:
+            found.tier.space.unpin(record)
+        assert found.keys() == []
+
+
+def test_growing_brings_room_at_once(folder: Path) -> None:
+    with shelf(settings_for(folder, 8 * MIB)) as found:
+        found.fill(60)
+        small = len(found.keys())
+        found.disk.resize(64 * MIB)
+        found.fill(60)
+        assert len(found.keys()) > 2 * small
 
 
 # Jobs
@@ -203,10 +228,10 @@ def test_a_disk_that_takes_no_writes_does_not_ask_to_be_polled_for_a_commit(fold
     with shelf(settings) as found:
         found.put(1, 0, 1)
         found.settle()
-        found.disk._health.only_reads("for the test", time.monotonic() + 1000.0)
+        found.disk.health.only_reads("for the test", time.monotonic() + 1000.0)
         found.tier.discard([key(1, 0)])
         wait(found, lambda: not found.disk.busy)
         found.disk.poll()
         assert found.disk._commits.pending
         assert found.disk.next_s > 100.0
-        found.disk._health.back(time.monotonic())
+        found.disk.health.back(time.monotonic())

@@ -25,9 +25,9 @@ from tests.harness.nvme_trouble import (
     away,
     let_back,
     lose,
+    moved_away,
     open_files,
     raise_eio,
-    refuse,
     wait,
     wait_for,
 )
@@ -40,7 +40,7 @@ from tiers.nvme.index_client import (
     IndexProcessDiedError,
 )
 from tiers.nvme.messages import Answer, Commit, Request
-from tiers.nvme.remount import Phase
+from tiers.nvme.startup import Phase
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
@@ -102,7 +102,7 @@ def test_an_extent_whose_removal_fails_still_counts_and_goes_later(
             assert found.disk.used_bytes > 6 * MIB
         wait(found, lambda: found.disk.used_bytes <= 6 * MIB)
         assert disk_bytes(folder) <= 6 * MIB
-        assert found.disk._room.stuck == []
+        assert found.disk.room.stuck == []
         found.settle()
     known = {path.name for path in folder.glob("*.extent")}
     with shelf(settings_for(folder, 6 * MIB)) as after:
@@ -126,10 +126,17 @@ def test_an_extent_that_the_index_does_not_know_leaves_no_file(
 
 
 def test_lost_permissions_turn_it_off(found: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse_folder(path: Any, *more: Any, **named: Any) -> Any:  # noqa: ANN401 - as os.open
+        if isinstance(path, Path) and path.name == "kv":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *more, **named)
+
     with monkeypatch.context() as patched:
-        patched.setattr(os, "open", refuse(os.open, "kv", errno.EACCES))
+        patched.setattr(os, "open", refuse_folder)
         wait_for(found, "off")
-        assert "Permission denied" in found.disk._health.reason
+        assert "Permission denied" in found.disk.health.reason
     wait_for(found, "ok")
     assert found.whole(1, 5)
 
@@ -272,11 +279,9 @@ def test_the_stores_thread_never_calls_the_file_system(
             found.disk.resize(16 * MIB)
             for chain in range(40, 80):
                 found.put(chain, 0, 30)
-            folder.rename(folder.with_name("elsewhere"))
-            away(found)
-            folder.with_name("elsewhere").rename(folder)
-            wait_for(found, "ok")
-            found.disk._health.write_failed("a write", OSError(5, "for the test"), time.monotonic())
+            with moved_away(found, folder):
+                pass
+            found.disk.health.write_failed("a write", OSError(5, "for the test"), time.monotonic())
             wait_for(found, "ok")
             assert found.put(99, 0, 5).done == 5
             found.settle()
@@ -292,16 +297,12 @@ def test_a_directory_that_goes_turns_it_off_and_it_comes_back_with_its_blocks(
     with shelf(settings) as found:
         found.fill(10, 5)
         found.settle()
-        folder.rename(folder.with_name("elsewhere"))
-        wait_for(found, "off")
         before = found.tier.space
-        assert not found.has(1, 0)
-        assert found.get([key(1, 0)]).done == 0
-        assert isinstance(found.put(90, 0, 1).error, TierIOError)
-        away(found)
-        assert not open_files(folder.with_name("elsewhere")), "nothing is held"
-        folder.with_name("elsewhere").rename(folder)
-        wait_for(found, "ok")
+        with moved_away(found, folder) as elsewhere:
+            assert not found.has(1, 0)
+            assert found.get([key(1, 0)]).done == 0
+            assert isinstance(found.put(90, 0, 1).error, TierIOError)
+            assert not open_files(elsewhere), "nothing is held"
         assert found.tier.space is not before, "its index is read, as at a start"
         assert all(found.whole(chain, 5) for chain in range(10))
         assert found.put(90, 0, 5).done == 5
@@ -312,25 +313,19 @@ def test_a_directory_that_goes_turns_it_off_and_it_comes_back_with_its_blocks(
 
 
 def test_another_directory_in_its_place_is_not_touched(
-    settings: NvmeConfig, folder: Path, caplog: pytest.LogCaptureFixture
+    found: Shelf, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with shelf(settings) as found:
-        found.put(1, 0, 5)
-        found.settle()
-        folder.rename(folder.with_name("elsewhere"))
+    with moved_away(found, folder):
         folder.mkdir()  # as a mount point is, once the disk is unmounted
-        away(found)
-        wait(found, lambda: "No such file" in found.disk._health.reason)
+        wait(found, lambda: "'lock'" in found.disk.health.reason)
         assert list(folder.iterdir()) == []
         (folder / "lock").write_text("1\nanother\nuse\n")
-        wait(found, lambda: "another directory" in found.disk._health.reason)
+        wait(found, lambda: "another directory" in found.disk.health.reason)
         assert (folder / "lock").read_text() == "1\nanother\nuse\n"
         assert [path.name for path in folder.iterdir()] == ["lock"]
         assert found.disk.state == "off"
         shutil.rmtree(folder)
-        folder.with_name("elsewhere").rename(folder)
-        wait_for(found, "ok")
-        assert found.whole(1, 5)
+    assert found.whole(1, 5)
     assert "is off" not in caplog.text
 
 
@@ -368,14 +363,9 @@ def test_a_directory_that_another_store_has_used_comes_back_as_it_is_now(
         found.tier.tell()
         for _ in range(100):
             generation = found.disk.next_generation()
-        elsewhere = folder.with_name("elsewhere")
-        folder.rename(elsewhere)
-        away(found)
-        with shelf(settings_for(elsewhere)) as other:
+        with moved_away(found, folder) as elsewhere, shelf(settings_for(elsewhere)) as other:
             other.tier.discard([key(1, 3)])
             other.put(3, 0, 5)
-        elsewhere.rename(folder)
-        wait_for(found, "ok")
         assert found.whole(3, 5)
         assert found.whole(2, 5)
         assert [found.has(1, index) for index in range(5)] == [True] * 3 + [False] * 2
@@ -391,22 +381,13 @@ def test_a_directory_that_another_store_has_used_comes_back_as_it_is_now(
         assert set(after.keys()) == kept
 
 
-def test_a_directory_that_another_store_is_using_is_left_to_it(
-    settings: NvmeConfig, folder: Path
-) -> None:
-    with shelf(settings) as found:
-        found.put(1, 0, 5)
-        found.settle()
-        elsewhere = folder.with_name("elsewhere")
-        folder.rename(elsewhere)
-        away(found)
-        with shelf(settings_for(elsewhere)) as other:
-            folder.symlink_to(elsewhere)
-            wait(found, lambda: "in use by" in found.disk._health.reason)
-            assert other.whole(1, 5)
-        wait_for(found, "ok")
-        assert found.whole(1, 5)
-    folder.unlink()
+def test_a_directory_that_another_store_is_using_is_left_to_it(found: Shelf, folder: Path) -> None:
+    with moved_away(found, folder) as elsewhere, shelf(settings_for(elsewhere)) as other:
+        folder.symlink_to(elsewhere)
+        wait(found, lambda: "in use by" in found.disk.health.reason)
+        assert other.whole(1, 5)
+        folder.unlink()
+    assert found.whole(1, 5)
 
 
 def test_blocks_forgotten_while_it_is_off_stay_forgotten(
@@ -415,11 +396,8 @@ def test_blocks_forgotten_while_it_is_off_stay_forgotten(
     with shelf(settings) as found:
         found.fill(4, 5)
         found.settle()
-        folder.rename(folder.with_name("elsewhere"))
-        away(found)
-        found.tier.discard([key(1, 2)])
-        folder.with_name("elsewhere").rename(folder)
-        wait_for(found, "ok")
+        with moved_away(found, folder):
+            found.tier.discard([key(1, 2)])
         assert [found.has(1, index) for index in range(3)] == [True, True, False]
         found.settle()
     with shelf(settings) as after:
@@ -437,13 +415,13 @@ def test_an_extent_that_is_being_made_is_let_go_of_too(
         with monkeypatch.context() as patched:
             patched.setattr(os, "posix_fallocate", gate)
             for chain in range(2, 400):
-                if found.disk._room.making:
+                if found.disk.room.making:
                     break
                 found.put(chain, 0, 1)
             wait(found, lambda: gate.waiting)
             lose(found)
             found.disk.poll()
-            assert found.disk._recovery.phase is Phase.LEAVING
+            assert found.disk._remount.phase is Phase.LEAVING
             gate.go_on.set()
             away(found)
             assert not open_files(folder)

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import lmdb
 import pytest
 from msgspec.structs import replace
 
@@ -30,6 +29,7 @@ from tests.harness.nvme_damage import (
     extents,
     flip,
     index,
+    opened,
 )
 from tiers.nvme import fsck
 from tiers.nvme.fsck_report import Amount, FsckReport
@@ -97,9 +97,9 @@ def test_a_clean_directory_is_in_order_and_stays_as_it_is(settings: NvmeConfig) 
     assert found.ok
     assert found.in_order
     assert counts(found) == {"blocks.ok": COUNT, "extents.ok": len(extents(settings))}
-    assert found.blocks.ok.bytes == found.read_bytes == COUNT * SLOT_BYTES
-    assert found.extents.ok.bytes == len(extents(settings)) * settings.extent_bytes
-    assert found.used_bytes > found.extents.ok.bytes
+    assert found.blocks["ok"].bytes == found.read_bytes == COUNT * SLOT_BYTES
+    assert found.extents["ok"].bytes == len(extents(settings)) * settings.extent_bytes
+    assert found.used_bytes > found.extents["ok"].bytes
     assert contents(settings) == before
 
 
@@ -113,7 +113,7 @@ def test_any_block_size_and_several_namespaces(tmp_path: Path) -> None:
         found = examine(settings)
         assert found.ok, counts(found)
         assert found.namespaces == 2
-        assert found.blocks.ok.count in (18, 12, 6)
+        assert found.blocks["ok"].count in (18, 12, 6)
 
 
 def test_a_directory_without_blocks_is_in_order(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_store_that_was_killed_leaves_a_directory_in_order(settings: NvmeConfi
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=600)
     assert done.returncode == -signal.SIGKILL
     found = examine(settings)
-    assert (found.ok, found.in_order, found.blocks.ok.count) == (True, False, COUNT + 9)
+    assert (found.ok, found.in_order, found.blocks["ok"].count) == (True, False, COUNT + 9)
 
 
 # Damage
@@ -173,15 +173,15 @@ def test_each_block_has_its_cause_and_a_repair_drops_it(filled: Path, tmp_path: 
         assert counts(repaired) == counts(looked)
         assert repaired.repair is not None
         every = sum(count for name, count in seen.items() if "blocks" in name)
-        assert repaired.repair.blocks_dropped == every - looked.blocks.ok.count
-        assert repaired.repair.extents_dropped == looked.extents.lost.count
-        assert repaired.repair.files_removed == looked.extents.orphan.count
+        assert repaired.repair.blocks_dropped == every - looked.blocks["ok"].count
+        assert repaired.repair.extents_dropped == looked.extents["lost"].count
+        assert repaired.repair.files_removed == looked.extents["orphan"].count
 
         after = examine(settings)
         assert after.ok, counts(after)
-        assert after.blocks.ok == looked.blocks.ok
-        assert readable(settings) == looked.blocks.ok.count
-        assert examine(settings).blocks.ok.count == looked.blocks.ok.count + 5
+        assert after.blocks["ok"] == looked.blocks["ok"]
+        assert readable(settings) == looked.blocks["ok"].count
+        assert examine(settings).blocks["ok"].count == looked.blocks["ok"].count + 5
 
 
 def test_blocks_that_cannot_be_read_are_told_from_their_neighbours(
@@ -197,8 +197,8 @@ def test_blocks_that_cannot_be_read_are_told_from_their_neighbours(
     monkeypatch.setattr(os, "preadv", preadv)
     found = examine(settings)
     bad = len([path for path in extents(settings) if path.stat().st_size > 50 * SLOT_BYTES])
-    assert 1 <= found.blocks.unreadable.count <= bad
-    assert found.blocks.ok.count > COUNT - LENGTH * bad
+    assert 1 <= found.blocks["unreadable"].count <= bad
+    assert found.blocks["ok"].count > COUNT - LENGTH * bad
 
 
 # The index
@@ -212,7 +212,7 @@ def test_a_damaged_index_is_said_and_set_aside_by_a_repair(filled: Path, tmp_pat
         found = examine(settings)
         assert not found.ok
         assert found.index_error is not None
-        assert found.extents.orphan.count == len(extents(settings))
+        assert found.extents["orphan"].count == len(extents(settings))
         assert contents(settings) == before
         done = examine(settings, repair=True).repair
         assert done is not None
@@ -251,27 +251,17 @@ def test_no_rubbish_in_the_index_ends_it(filled: Path, tmp_path: Path) -> None:
         shutil.rmtree(settings.path)
 
 
-def die_of(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
-    """Have the process that reads the index end."""
-    code = f"import os; os.kill(os.getpid(), {number:d})"
-
+def test_a_reader_that_dies_of_the_index_makes_it_damaged_and_one_that_is_killed_does_not(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(*_: object) -> subprocess.Popen[bytes]:
+        code = f"import os; os.kill(os.getpid(), {number:d})"
         return subprocess.Popen([sys.executable, "-c", code])
 
     monkeypatch.setattr(IndexProcess, "start", staticmethod(start))
-
-
-def test_a_reader_that_dies_of_the_index_makes_it_damaged(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    die_of(monkeypatch, signal.SIGBUS)
+    number = signal.SIGBUS
     assert examine(settings).index_error is not None
-
-
-def test_a_reader_that_is_killed_says_nothing_about_the_index(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    die_of(monkeypatch, signal.SIGKILL)
+    number = signal.SIGKILL
     with pytest.raises(TierError, match="could not be looked at"):
         examine(settings, repair=True)
     assert extents(settings)
@@ -281,7 +271,7 @@ def test_an_index_that_was_deleted_leaves_orphans(settings: NvmeConfig) -> None:
     index(settings).unlink()
     index(settings).parent.rmdir()
     found = examine(settings, repair=True)
-    assert counts(found) == {"extents.orphan": found.extents.orphan.count}
+    assert counts(found) == {"extents.orphan": found.extents["orphan"].count}
     assert examine(settings).ok
     assert readable(settings) == 0
 
@@ -293,10 +283,8 @@ def test_another_version_or_program_is_left_alone(settings: NvmeConfig) -> None:
     ):
         if table == b"theirs":
             index(settings).unlink()
-        with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False) as env:
-            found = env.open_db(table)
-            with env.begin(write=True) as txn:
-                txn.put(b"format", b"kvstore-drum-1", db=found)
+        with opened(settings, table) as (txn, found):
+            txn.put(b"format", b"kvstore-drum-1", db=found)
         before = contents(settings)
         with pytest.raises(ConfigError, match=says):
             examine(settings, repair=True)
@@ -304,10 +292,8 @@ def test_another_version_or_program_is_left_alone(settings: NvmeConfig) -> None:
 
 
 def test_a_missing_table_is_damage(settings: NvmeConfig) -> None:
-    with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False) as env:
-        blocks = env.open_db(b"blocks")
-        with env.begin(write=True) as txn:
-            txn.drop(blocks)
+    with opened(settings, b"blocks") as (txn, blocks):
+        txn.drop(blocks)
     found = examine(settings)
     assert found.index_error is not None
     assert found.index_error.endswith("a table is missing")
@@ -316,10 +302,8 @@ def test_a_missing_table_is_damage(settings: NvmeConfig) -> None:
 def test_keys_out_of_order_are_damage(settings: NvmeConfig) -> None:
     """Two rows change places, each as long as the other."""
     data = index(settings).read_bytes()
-    with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False, readonly=True) as env:
-        table = env.open_db(b"blocks", create=False)
-        with env.begin() as txn:
-            first, second, *_ = [bytes(name) for name, _ in txn.cursor(table)]
+    with opened(settings, b"blocks") as (txn, blocks):
+        first, second, *_ = [bytes(name) for name, _ in txn.cursor(blocks)]
     data = data.replace(first, b"\0" * len(first)).replace(second, first)
     index(settings).write_bytes(data.replace(b"\0" * len(first), second))
     found = examine(settings)

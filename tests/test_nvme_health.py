@@ -18,6 +18,7 @@ def disk() -> Health:
 
 
 def now(disk: Health) -> HealthState:
+    """Return the state, which a type checker takes for the one of the line before."""
     return disk.state
 
 
@@ -68,18 +69,19 @@ def test_one_bad_extent_of_several_is_not_the_disk(disk: Health) -> None:
     assert now(disk) is HealthState.OFF
 
 
-def test_a_directory_that_cannot_be_looked_at_turns_it_off() -> None:
-    for number in (errno.ENOENT, errno.EIO, errno.ESTALE, errno.EACCES):
-        disk = Health("/kv")
-        disk.look_failed(failure(number), 100.0)
-        assert now(disk) is HealthState.OFF
-
-
-def test_a_process_without_descriptors_says_nothing_about_the_disk(disk: Health) -> None:
-    disk.look_failed(failure(errno.EMFILE), 100.0)
-    assert now(disk) is HealthState.OK
-    disk.look_failed(TierIOError("another directory is in its place"), 100.0)
-    assert now(disk) is HealthState.OFF
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        *((failure(n), HealthState.OFF) for n in (errno.ENOENT, errno.EIO, errno.EACCES)),
+        (TierIOError("another directory is in its place"), HealthState.OFF),
+        (failure(errno.EMFILE), HealthState.OK),  # says something about the process only
+    ],
+)
+def test_a_directory_that_cannot_be_looked_at_turns_it_off(
+    disk: Health, error: Exception, state: HealthState
+) -> None:
+    disk.look_failed(error, 100.0)
+    assert disk.state is state
 
 
 def test_off_goes_before_loading_and_loading_before_read_only(disk: Health) -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import NvmeConfig
-from kvstore.core.errors import ConfigError
 from tests.harness.nvme_blocks import settings_for, shelf
-from tests.harness.nvme_damage import change_namespaces, extents, row_count
-from tiers.nvme import NvmeDisk, directory
+from tests.harness.nvme_damage import change_table, extents, row_count
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
 from tiers.nvme.index_server import IndexFile
 from tiers.nvme.messages import FOLDER, NAMESPACE, Commit
@@ -27,7 +25,7 @@ def test_rows_of_a_namespace_that_nobody_knows_are_deleted(settings: NvmeConfig)
         with shelf(settings, namespace) as found:
             found.put(1, 0, 3)
     files = len(extents(settings))
-    change_namespaces(settings, lambda found: found.pop(b"aaaaaaaaaaaa"))
+    change_table(settings, b"namespaces", lambda rows: rows.pop(0))
     with shelf(settings, "bbbbbbbbbbbb") as found:
         assert found.whole(1, 3)
         found.settle()
@@ -41,7 +39,7 @@ def test_a_namespace_of_empty_blocks_is_damage(
     with shelf(settings) as before:
         before.put(1, 0, 3)
     empty = NAMESPACE.pack(1, 0)
-    change_namespaces(settings, lambda found: found.update(dict.fromkeys(found, empty)))
+    change_table(settings, b"namespaces", lambda rows: rows[0].__setitem__(1, empty))
     with shelf(settings) as after:
         assert after.keys() == []
         assert "the index is damaged" in caplog.text
@@ -62,23 +60,6 @@ def test_extents_without_an_index_are_a_loss_but_for_one_that_was_being_made(
         with shelf(settings):
             assert extents(settings) == []
         assert ("the index is damaged or lost" in caplog.text) is (lost or count > 1)
-
-
-def test_an_extent_that_may_not_be_opened_is_an_error_not_a_loss(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with shelf(settings) as before:
-        before.put(1, 0, 3)
-    with monkeypatch.context() as patched:
-        patched.setattr(directory, "ExtentFile", _raise_emfile)
-        with pytest.raises(ConfigError, match="Too many open files"):
-            NvmeDisk(settings)
-    with shelf(settings) as after:
-        assert after.whole(1, 3)
-
-
-def _raise_emfile(*_: object) -> int:
-    raise OSError(24, "Too many open files")
 
 
 # Its file

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from array import array
+import struct
+from itertools import chain
+from typing import Any
 
-from tiers.nvme.index_load import BATCH_ROWS, Rows, Sorted
-from tiers.nvme.messages import NO_PARENT, NOWHERE, NUMBER, VALUE
+from tiers.nvme.index_load import BATCH_ROWS, Sorted
+from tiers.nvme.messages import NO_PARENT, NOWHERE, NUMBER, VALUE, Batch, row_format
 
 SIZE = 4096
 COUNTS = {1: 100, 3: 50}
@@ -23,17 +25,16 @@ def row(name: bytes, place: int, above: int, generation: int, size: int = SIZE) 
 
 
 def sort(*rows: Row, counts: dict[int, int] = COUNTS) -> Sorted:
-    packed = Rows()
-    packed.add([part for row in rows for part in row])
-    return Sorted(7, SIZE, counts, packed)
+    return Sorted(7, SIZE, counts, [[part for row in rows for part in row]] if rows else [])
+
+
+def rows_of(batch: Batch) -> list[tuple[Any, ...]]:
+    return list(struct.iter_unpack(row_format(batch.width), batch.rows))
 
 
 def names(found: Sorted, skip: int = 0) -> list[bytes]:
-    result = []
-    for batch in found.batches(skip):
-        lengths = array("H", batch.lengths) or array("H", [batch.width] * len(batch.leaves))
-        result += [batch.keys[n * batch.width :][:length] for n, length in enumerate(lengths)]
-    return result
+    rows = chain.from_iterable(map(rows_of, found.batches(skip)))
+    return [key[:length] for key, length, *_ in rows]
 
 
 def refused(found: Sorted) -> set[tuple[bytes, int, str]]:
@@ -46,8 +47,8 @@ def test_parents_come_first_and_are_named_by_their_position() -> None:
     )
     (batch,) = found.batches()
     assert names(found) == [b"a", b"b", b"c"]
-    assert list(array("I", batch.parents)) == [NO_PARENT, 0, 1]
-    assert list(batch.leaves) == [0, 0, 1]
+    assert [parent for *_, parent, _, _, _ in rows_of(batch)] == [NO_PARENT, 0, 1]
+    assert [leaf for *_, leaf in rows_of(batch)] == [False, False, True]
     assert found.refused == []
 
 
@@ -95,10 +96,8 @@ def test_what_cannot_stand_for_a_block_is_refused() -> None:
 
 def test_keys_of_different_lengths_come_back_as_they_were() -> None:
     keys = [b"\0" * n + b"k" + b"\0" * (20 - n % 3) for n in range(20)]
-    rows = Rows()
-    for n, name in enumerate(keys):  # chunks of one width each
-        rows.add(list(row(name, at(n), NOWHERE, n)))
-    assert names(Sorted(7, SIZE, COUNTS, rows)) == keys
+    chunks = [list(row(name, at(n), NOWHERE, n)) for n, name in enumerate(keys)]
+    assert names(Sorted(7, SIZE, COUNTS, chunks)) == keys, "chunks of one width each"
 
 
 def test_loading_goes_on_from_any_record() -> None:

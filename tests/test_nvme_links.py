@@ -62,7 +62,7 @@ def test_S1_a_link_in_the_folder_is_refused_and_not_written_through(
         assert precious.read_bytes() == PRECIOUS
         if (name, how) == ("000001.extent", "symbolic link"):  # lost, and the link is removed
             found = fsck.examine(folder, repair=True)
-            assert (found.extents.lost.count, found.extents.orphan.count) == (1, 1)
+            assert (found.extents["lost"].count, found.extents["orphan"].count) == (1, 1)
         else:
             with pytest.raises(KVStoreError, match=f"expected a regular file .*{how}"):
                 fsck.examine(folder, repair=True)
@@ -89,7 +89,7 @@ def test_S1_links_with_the_names_of_extents_and_probes_are_not_followed(
         (folder / f"{number:06d}.extent").symlink_to(precious)
     (folder / "probe").symlink_to(precious)
     with shelf(settings) as again:
-        again.disk._shared.volume.try_write()
+        again.disk.volume.try_write()
         again.put(1, 0, 8)
         again.put(2, 0, 8)
         assert again.tier.lookup(key(1, 7)) is not None

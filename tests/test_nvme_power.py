@@ -191,11 +191,11 @@ def go_on(loads: list[Load]) -> None:
 
 def abandon(disk: NvmeDisk) -> None:
     """Let go of what a process without power would have open."""
-    disk._shared.opening.index_client.close()
+    disk.opening.index_client.close()
     for space in disk.spaces:
         for file in space.extents.values():
             file.close()
-    disk._shared.volume.close()
+    disk.volume.close()
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ shelf = Shelf(NvmeDisk(settings_for(Path(sys.argv[1]))))
 shelf.settle()
 shelf.put(1, 0, 5)
 shelf.settle()
-print(shelf.disk._shared.opening.index_client.pid, flush=True)
+print(shelf.disk.opening.index_client.process.pid, flush=True)
 time.sleep(60)
 """
 
@@ -43,9 +43,9 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pid_of(found: Shelf) -> int:
-    pid = found.disk._shared.opening.index_client.pid
-    assert pid is not None
-    return pid
+    process = found.disk.opening.index_client.process
+    assert process is not None
+    return process.pid
 
 
 def alive(pid: int) -> bool:
@@ -75,8 +75,8 @@ def test_records_go_on_where_the_process_that_sent_them_was_killed(
     real, taken = IndexClient.take, list[Batch | None]()
 
     def take(client: IndexClient, *, wait: bool = False) -> Batch | Loaded | None:
-        if len(taken) == 1 and client.pid is not None:
-            os.kill(client.pid, signal.SIGKILL)
+        if len(taken) == 1 and client.process is not None:
+            os.kill(client.process.pid, signal.SIGKILL)
             taken.append(None)
             client._end()
             raise IndexProcessDiedError("killed", of_the_file=False)
@@ -100,12 +100,12 @@ def test_S2_records_are_no_answer_to_a_request(empty: Shelf) -> None:
     """They may be left of a process that is about to end."""
     empty.fill(100)
     empty.settle()
-    client, space = empty.disk._shared.opening.index_client, empty.tier.space
+    client, space = empty.disk.opening.index_client, empty.tier.space
     client.load(Load(space.number, space.slot_bytes, space.slot_counts))
     with pytest.raises(TierIOError, match="Batch is no answer"):
-        client.purge(space.number + 1, 1)
-    assert client.pid is None, "what else it sends is not taken"
-    assert client.purge(space.number + 1, 1) is False
+        client.commit(Commit(purge=space.number + 1))
+    assert client.process is None, "what else it sends is not taken"
+    assert client.commit(Commit(purge=space.number + 1)) is False
 
 
 def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) -> None:
@@ -128,11 +128,11 @@ def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) ->
 def test_a_process_that_hangs_is_not_joined_by_another(tmp_path: Path) -> None:
     lock_fd = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
     first = IndexClient(tmp_path, 100, lock_fd)
-    assert first.pid is not None
-    freeze(first.pid)  # as if in a write
+    assert first.process is not None
+    freeze(pid := first.process.pid)  # as if in a write
     with pytest.raises(TierIOError, match="temporarily unavailable"):
         IndexClient(tmp_path, 100, lock_fd)
-    os.kill(first.pid, signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
     first.close()
     IndexClient(tmp_path, 100, lock_fd).close()
     os.close(lock_fd)
@@ -268,7 +268,9 @@ def test_a_process_that_outlives_its_store_keeps_the_directory(
 # While it loads
 
 
-def test_what_is_not_loaded_yet_is_to_be_asked_again(settings: NvmeConfig) -> None:
+def test_what_is_not_loaded_yet_is_asked_for_again_and_can_be_discarded(
+    settings: NvmeConfig,
+) -> None:
     with shelf(settings) as before:
         before.put(1, 0, 3)
     with shelf(settings, settled=False) as after:
@@ -276,15 +278,10 @@ def test_what_is_not_loaded_yet_is_to_be_asked_again(settings: NvmeConfig) -> No
         after.settle()
         assert after.tier.lookup(key(1, 0)) is LookupResult.HIT
         assert after.tier.lookup(key(9, 0)) is LookupResult.MISS
-
-
-def test_a_block_that_is_discarded_before_it_is_loaded_goes(settings: NvmeConfig) -> None:
-    with shelf(settings) as before:
-        before.put(1, 0, 3)
-    with shelf(settings, settled=False) as after:
-        after.tier.discard([key(1, 1)])
-        after.settle()
-        assert [after.has(1, index) for index in range(3)] == [True, False, False]
+    with shelf(settings, settled=False) as again:
+        again.tier.discard([key(1, 1)])  # before it is loaded
+        again.settle()
+        assert [again.has(1, index) for index in range(3)] == [True, False, False]
 
 
 def test_clear_while_the_index_loads_clears_what_comes_later(settings: NvmeConfig) -> None:

@@ -19,10 +19,14 @@ from tests.harness.nvme_damage import (
     LENGTH,
     PART,
     WHOLE,
+    cut,
+    cut_to_nothing,
     damage_index,
+    delete,
     extents,
     flip,
     make_a_loop_of_one,
+    swap,
 )
 from tiers.nvme import NvmeDisk, disk
 
@@ -166,6 +170,23 @@ def test_any_damage_to_files_costs_its_blocks_and_nothing_else(tmp_path: Path) -
             assert left == WHOLE[damage]["blocks.ok"] if damage in WHOLE else left < COUNT, damage
             assert all(again.get([name]).done == 1 for name in again.keys())  # noqa: SIM118
             assert not again.tier.space.counts, "what was wrong is forgotten"
+
+
+def test_extents_that_are_damaged_while_it_serves_cost_their_blocks(tmp_path: Path) -> None:
+    for damage in (cut, cut_to_nothing, delete, swap):
+        settings = settings_for(tmp_path / damage.__name__)
+        with shelf(settings) as found:
+            found.fill(CHAINS, LENGTH)
+            damage(settings)
+            came = [name for name in found.keys() if found.get([name]).done]  # noqa: SIM118
+            assert came, "another extent is whole"
+            assert found.put(900, 0, 5).done == 5
+            assert found.whole(900, 5)
+        with shelf(settings) as again:
+            for name in again.keys():  # noqa: SIM118
+                again.get([name])
+            assert again.put(901, 0, 5).done == 5
+            assert again.whole(901, 5)
 
 
 def test_a_damaged_index_is_set_aside_and_the_tier_starts_empty(

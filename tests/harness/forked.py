@@ -93,7 +93,7 @@ def _run(main: Callable[..., None], ends: list[Connection], arguments: tuple[obj
 
 
 def fork_index(fd: int, lock_fd: int) -> Forked:
-    """Start the process of an index; see tiers.nvme.index_client.start."""
+    """Start the process of an index; see IndexProcess.start."""
     return Forked(_keep_an_index, [fd, lock_fd])
 
 

@@ -37,19 +37,8 @@ class LoopDisk:
         with self._image.open("wb") as file:
             file.truncate(BYTES)
         # No blocks only for root; nothing that writes later on its own.
-        options = (
-            "-q",
-            "-F",
-            "-b",
-            str(BLOCK_BYTES),
-            "-m",
-            "0",
-            "-N",
-            "256",
-            "-E",
-            "lazy_itable_init=0",
-        )
-        _run("mkfs.ext4", *options, str(self._image))
+        options = f"-q -F -b {BLOCK_BYTES} -m 0 -N 256 -E lazy_itable_init=0"
+        _run("mkfs.ext4", *options.split(), str(self._image))
         self.device = Path(_run("losetup", "--show", "-f", str(self._image)).strip())
 
     @property

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import lmdb
 
@@ -39,38 +41,36 @@ def flip(settings: NvmeConfig, chain: int, number: int) -> None:
     raise AssertionError("not on disk")
 
 
-def change_rows(settings: NvmeConfig, change: Callable[[list[list[bytes]]], None]) -> None:
-    """Edit the index: a list of [key, value]."""
+@contextmanager
+def opened(settings: NvmeConfig, table: bytes) -> Iterator[tuple[lmdb.Transaction, Any]]:
+    """Open a table of the index for reading and writing; made if it is not there."""
     with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False, map_size=64 << 20) as env:
-        blocks = env.open_db(b"blocks")
+        found = env.open_db(table)
         with env.begin(write=True) as txn:
-            rows = [[bytes(k), bytes(v)] for k, v in txn.cursor(blocks)]
-            before = [row[0] for row in rows]
-            change(rows)
-            for name in before:
-                txn.delete(name, db=blocks)
-            for name, value in rows:
-                txn.put(name, value, db=blocks)
+            yield txn, found
+
+
+def change_table(
+    settings: NvmeConfig, table: bytes, change: Callable[[list[list[bytes]]], object]
+) -> None:
+    """Edit a table: a list of [key, value]."""
+    with opened(settings, table) as (txn, found):
+        rows = [[bytes(key), bytes(value)] for key, value in txn.cursor(found)]
+        txn.drop(found, delete=False)
+        change(rows)
+        for key, value in rows:
+            txn.put(key, value, db=found)
+
+
+def change_rows(settings: NvmeConfig, change: Callable[[list[list[bytes]]], object]) -> None:
+    """Edit the records of blocks."""
+    change_table(settings, b"blocks", change)
 
 
 def row_count(settings: NvmeConfig) -> int:
     """Return how many blocks the index names."""
-    with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False, readonly=True) as env:
-        blocks = env.open_db(b"blocks", create=False)
-        with env.begin() as txn:
-            return int(txn.stat(blocks)["entries"])
-
-
-def change_namespaces(settings: NvmeConfig, change: Callable[[dict[bytes, bytes]], object]) -> None:
-    """Edit the namespaces of the index: a dict of their values."""
-    with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False, map_size=64 << 20) as env:
-        namespaces = env.open_db(b"namespaces")
-        with env.begin(write=True) as txn:
-            found = {bytes(digest): bytes(value) for digest, value in txn.cursor(namespaces)}
-            txn.drop(namespaces, delete=False)
-            change(found)
-            for digest, value in found.items():
-                txn.put(digest, value, db=namespaces)
+    with opened(settings, b"blocks") as (txn, blocks):
+        return int(txn.stat(blocks)["entries"])
 
 
 def row_of(rows: list[list[bytes]], chain: int, number: int) -> list[bytes]:

@@ -21,7 +21,7 @@ import lmdb
 import pytest
 
 from kvstore.core.errors import check
-from tiers.nvme import block_io, disk, files, index_client, maintenance, startup
+from tiers.nvme import block_io, disk, files, index_client, startup
 from tiers.nvme.index_client import IndexClient, IndexProcess
 from tiers.nvme.index_server import IndexServer
 from tiers.nvme.messages import FOLDER, Answer, Commit, Request
@@ -251,11 +251,15 @@ class Platter:
     def _install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         commit = IndexClient.commit
 
-        def watched_commit(index: IndexClient, changes: Commit) -> None:
-            self._around(lambda: commit(index, changes))
-            if self.live:
-                self.at_commit(changes, self._queues[3].since_s)
-                self._moment()
+        def watched_commit(index: IndexClient, changes: Commit) -> bool:
+            if not self.live:
+                return commit(index, changes)
+            self._moment()
+            left = commit(index, changes)
+            self._read_index()
+            self.at_commit(changes, self._queues[3].since_s)
+            self._moment()
+            return left
 
         monkeypatch.setattr(IndexClient, "commit", watched_commit)
         calls = {name: getattr(self, name) for name in CALLS}
@@ -264,21 +268,13 @@ class Platter:
         monkeypatch.setattr(disk, "time", clock)
         monkeypatch.setattr(startup, "time", clock)
         monkeypatch.setattr(index_client, "IndexProcess", self._process)
-        monkeypatch.setattr(maintenance, "time", clock)
-        for module in (block_io, maintenance):
-            monkeypatch.setattr(module, "Runner", self._runner)
+        monkeypatch.setattr(block_io, "time", clock)
+        monkeypatch.setattr(block_io, "Runner", self._runner)
         # By default a set of them is in the order of addresses, which no seed repeats.
         monkeypatch.setattr(files.ExtentFile, "__hash__", lambda file: int(file.path.stem))
         # LMDB's own syncs cost time and show nothing here: its commits are taken as a whole.
         opened = lmdb.open
         monkeypatch.setattr(lmdb, "open", lambda *a, **k: opened(*a, **{**k, "sync": False}))
-
-    def _around(self, change: Callable[[], None]) -> None:
-        if self.live:
-            self._moment()
-        change()
-        if self.live:
-            self._read_index()
 
     # Power
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ import pytest
 from tests.harness.nvme_blocks import Shelf
 from tests.harness.patience import WAIT_S
 from tiers.nvme import disk, health
-from tiers.nvme.remount import Phase
+from tiers.nvme.startup import Phase
 
 Wrap = Callable[..., Any]
 
@@ -29,7 +29,7 @@ def be_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def wait(found: Shelf, done: Callable[[], object]) -> None:
     end = time.monotonic() + WAIT_S
     while not done():
-        assert time.monotonic() < end, f"{found.disk.state}: {found.disk._health.reason}"
+        assert time.monotonic() < end, f"{found.disk.state}: {found.disk.health.reason}"
         found.disk.flush()
 
 
@@ -39,17 +39,28 @@ def wait_for(found: Shelf, state: str) -> None:
 
 def away(found: Shelf) -> None:
     """Wait until it is off and has let go of everything."""
-    wait(found, lambda: found.disk._recovery.phase is Phase.AWAY)
+    wait(found, lambda: found.disk._remount.phase is Phase.AWAY)
+
+
+@contextmanager
+def moved_away(found: Shelf, folder: Path) -> Iterator[Path]:
+    """Have a directory lie elsewhere for a while, until the tier has let go of it and come back."""
+    elsewhere = folder.with_name("elsewhere")
+    folder.rename(elsewhere)
+    away(found)
+    yield elsewhere
+    elsewhere.rename(folder)
+    wait_for(found, "ok")
 
 
 def lose(found: Shelf) -> None:
     """Turn it off, until let_back: not for a moment, which a slow machine would miss."""
-    found.disk._health.lost("for the test", time.monotonic() + WAIT_S)
+    found.disk.health.lost("for the test", time.monotonic() + WAIT_S)
 
 
 def let_back(found: Shelf) -> None:
     """Let it try again now."""
-    found.disk._health._retry_at_s = time.monotonic()
+    found.disk.health._retry_at_s = time.monotonic()
 
 
 def open_files(folder: Path) -> list[str]:
@@ -63,15 +74,6 @@ def open_files(folder: Path) -> list[str]:
         if Path(target).is_relative_to(folder):
             found.append(target)
     return found
-
-
-def refuse(real: Wrap, name: str, number: int) -> Wrap:
-    def call(path: Any, *more: Any, **named: Any) -> Any:  # noqa: ANN401 - as os.open
-        if isinstance(path, str | Path) and Path(path).name == name:
-            raise OSError(number, os.strerror(number), str(path))
-        return real(path, *more, **named)
-
-    return call
 
 
 def raise_eio(*_: object) -> None:

@@ -168,10 +168,11 @@ def _watch(
     """Have a method's arguments seen before and after each call; this process is ours alone."""
     original = getattr(owner, name)
 
-    def wrapped(*arguments: Any) -> None:  # noqa: ANN401 - as the original
+    def wrapped(*arguments: Any) -> object:  # noqa: ANN401 - as the original
         before(*arguments)
-        original(*arguments)
+        result: object = original(*arguments)
         after(*arguments)
+        return result
 
     setattr(owner, name, wrapped)
 

@@ -1,27 +1,4 @@
-"""The NVMe tier: blocks in preallocated extent files, found through an index in LMDB.
-
-disk.py              one directory: brings its parts together; shared by all namespaces
-tier.py              one namespace's blocks: the Tier protocol
-namespace.py         one namespace's records, what is durable of them, and how a start gets them
-places.py            one namespace's extents, and which of their slots are free
-index.py             which blocks there are, as a tree, and which of them goes next
-block_io.py          moves blocks between memory and extents
-files.py             extent files: direct I/O between slots and disk
-directory.py         the directory: its lock, its identity, its files through a descriptor
-startup.py           what a start finds there, and its records in slices
-remount.py           closes the directory while the tier is off, and opens it again
-health.py            the state of the disk, from what its calls come back with
-maintenance.py       the thread for what has to sync, and the one that looks at the directory
-extent_allocator.py  which namespace gets which extent within the cap
-commits.py           what becomes durable when
-index_client.py      what is durable: the index, committed after the data, in a process of its own
-index_server.py      that process, and the LMDB file
-index_load.py        checks and sorts the records that a start finds
-messages.py          what is said to it
-fsck.py              `kvstore fsck`; fsck_report.py: what it reports
-drive_check.py       `kvstore check --disk`
-refusals.py          what keeps a store from using a directory, for `kvstore check`
-"""
+"""The NVMe tier: blocks in preallocated extent files, found through an index in LMDB."""
 
 from __future__ import annotations
 

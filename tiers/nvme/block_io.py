@@ -1,17 +1,25 @@
-"""Moves bytes between memory and extent files, on threads: moves in, results polled.
+"""The threads of a disk: those that move blocks; the keeper and the watch.
 
-Reads go before writes, which wait for them a moment at most. Checksums are made here, right after
-a read and right before a write. A move ends exactly once, and its memory is not touched after that.
+Moves between memory and extent files go in, and results are polled. Reads go before writes, which
+wait for them a moment at most. Checksums are made here, right after a read and right before a
+write. A move ends exactly once, and its memory is not touched after that.
+
+The keeper does whatever has to sync, one thing after the other. The index is touched on it alone,
+and so is the directory's descriptor. The watch looks at the directory. All calls can hang with the
+disk.
 """
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvstore.core.errors import TierError
+from kvstore.core.errors import KVStoreError, TierError
 from tiers.nvme.files import ExtentFile
+from tiers.nvme.health import Pace
 from tiers.runner import NOTHING, Nothing, Runner
 
 READS_FIRST_S = 0.05  # a write waits no longer for reads
@@ -34,6 +42,7 @@ class Move(msgspec.Struct, eq=False):
 
 
 R = TypeVar("R", bound=Move)
+T = TypeVar("T")
 
 
 def writers_of(threads: int) -> int:
@@ -103,3 +112,52 @@ class ThreadMover(Generic[R]):
 def _failed(run: R, error: Exception) -> R:
     run.error = error
     return run
+
+
+class Task(msgspec.Struct, eq=False):
+    """Something for the thread, and what happens here with what it returned or raised."""
+
+    work: Callable[[], object]
+    done: Callable[[Any, float], None]
+    result: object = None
+
+
+class TaskThread:
+    """Does tasks in their order; called from one thread, which never waits, except in close."""
+
+    def __init__(self, name: str) -> None:
+        self.pace = Pace(1)
+        self._runner: Runner[Task, Task] = Runner(f"kvstore-nvme-{name}", _do, _undone)
+
+    @property
+    def open(self) -> int:
+        """Count the tasks that are not done."""
+        return self.pace.open
+
+    def submit(self, work: Callable[[], T], done: Callable[[T | Exception, float], None]) -> None:
+        """Do work() on the thread, then done(what it returned or raised, now_s) here, in poll."""
+        self.pace.began(time.monotonic())
+        self._runner.submit(Task(work, done))
+
+    def poll(self, now_s: float) -> None:
+        """Take what is done."""
+        for task in self._runner.poll():
+            self.pace.ended(now_s)
+            task.done(task.result, now_s)
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        self._runner.close()
+
+
+def _do(task: Task) -> Task:
+    try:
+        task.result = task.work()
+    except (OSError, KVStoreError) as exc:
+        task.result = exc
+    return task
+
+
+def _undone(task: Task, error: Exception) -> Task:
+    task.result = error
+    return task

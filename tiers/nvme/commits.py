@@ -9,69 +9,25 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from kvstore.config import NvmeConfig
-from kvstore.visits import Visits
-from tiers.nvme.directory import Directory
-from tiers.nvme.health import Health
 from tiers.nvme.index import Record
-from tiers.nvme.index_client import IndexDamagedError
-from tiers.nvme.maintenance import TaskThread
 from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import DiskNamespace
-from tiers.nvme.startup import Startup
+
+if TYPE_CHECKING:
+    from tiers.nvme.disk import NvmeDisk
 
 Batch = tuple[DiskNamespace, list[Record], list[Record]]
 NEVER = float("inf")
-PURGE_ROWS = 10_000  # of one commit
-
-
-class DiskContext(msgspec.Struct, eq=False):
-    """A disk's settings, its directory, what is in it, how it is, and the thread that keeps it."""
-
-    settings: NvmeConfig
-    capacity_bytes: int
-    volume: Directory
-    opening: Startup  # another one after each return to the directory
-    health: Health
-    keeper: TaskThread
-    visits: Visits  # of namespaces
-
-    def write_failed(self, what: str, error: Exception, now_s: float) -> None:
-        """Something that changes the disk has failed; a damaged index is read anew, and set aside.
-
-        It stays as it is, so that to try again would be of no use.
-        """
-        if isinstance(error, IndexDamagedError):
-            self.opening.damage = error
-            self.health.lost(f"{what} failed: {error}", now_s)
-        else:
-            self.health.write_failed(what, error, now_s)
-
-    @property
-    def spaces(self) -> list[DiskNamespace]:
-        """List the namespaces that have been seen."""
-        return list(self.opening.spaces.values())
-
-    def wake(self, space: DiskNamespace) -> None:
-        """Visit a namespace in every poll from now on, until it is at rest."""
-        self.visits.wake(space.digest)
-
-    @property
-    def awake(self) -> list[DiskNamespace]:
-        """List the namespaces with something to do: to commit, to empty, to remove."""
-        return self.visits.awake(self.opening.spaces)
 
 
 class Commits:
     """One commit at a time, on the keeper's thread."""
 
-    def __init__(self, shared: DiskContext) -> None:
-        """Nothing is under way."""
-        self._shared = shared
-        self._window_s = shared.settings.durability_ns / 1e9
+    def __init__(self, disk: NvmeDisk) -> None:
+        self._disk = disk
+        self._window_s = disk.settings.durability_ns / 1e9
         self._since_s = NEVER  # the oldest change that is in no commit
         self._hurry = False
         self.under_way = False
@@ -81,7 +37,7 @@ class Commits:
     def start_over(self) -> None:
         """The directory is read anew."""
         # Numbers that records in the index begin with, and no namespace has any more.
-        self._strays = deque(self._shared.opening.strays)
+        self._strays = deque(self._disk.opening.strays)
 
     def hurry(self) -> None:
         """Do not wait for the window."""
@@ -90,7 +46,7 @@ class Commits:
     @property
     def pending(self) -> bool:
         """Tell whether there is anything that is in no commit."""
-        return any(space.pending for space in self._shared.awake)
+        return any(space.pending for space in self._disk.awake)
 
     @property
     def due_at_s(self) -> float:
@@ -103,7 +59,7 @@ class Commits:
             self._since_s = min(self._since_s, now_s)
         else:
             self._since_s, self._hurry = NEVER, False
-        if not self._shared.health.writable or self._shared.opening.loading:
+        if not self._disk.health.writable or self._disk.opening.loading:
             return
         due = self.pending and (self._hurry or now_s >= self._since_s + self._window_s)
         if due and not self.under_way:
@@ -114,7 +70,7 @@ class Commits:
 
     def _begin(self) -> None:
         self._since_s, self._hurry, self.under_way = NEVER, False, True
-        spaces = self._shared.awake
+        spaces = self._disk.awake
         renumbered = [space.take_renumbering() for space in spaces]
         batches = [(s, s.take_puts(), s.take_deletes()) for s in spaces]
         files = {s.extents[r.slot >> 32] for s, puts, _ in batches for r in puts}
@@ -128,32 +84,32 @@ class Commits:
         def work() -> None:
             for file in files:
                 file.sync()
-            self._shared.opening.index_client.commit(changes)
+            self._disk.opening.index_client.commit(changes)
 
-        self._shared.keeper.submit(work, partial(self._ended, batches))
+        self._disk.keeper.submit(work, partial(self._ended, batches))
 
     def _ended(self, batches: list[Batch], error: Exception | None, now_s: float) -> None:
         self.under_way = False
         for space, puts, deletes in batches:
-            self._shared.wake(space)
+            self._disk.wake(space)
             self._strays.extend(space.committed(puts, deletes, ok=error is None))
         if error is not None:
-            self._shared.write_failed("a commit", error, now_s)
+            self._disk.write_failed("a commit", error, now_s)
 
     @property
     def purging(self) -> bool:
         """Tell whether there is something left to delete, and it can be."""
-        return bool(self._strays) and self._shared.health.writable
+        return bool(self._strays) and self._disk.health.writable
 
     def _purge(self, number: int) -> None:
         def done(left: object, now_s: float) -> None:
             self._purging = False
             if isinstance(left, Exception):
-                self._shared.write_failed("a commit", left, now_s)
+                self._disk.write_failed("a commit", left, now_s)
             elif not left and number in self._strays:
                 self._strays.remove(number)
 
         def work() -> bool:
-            return self._shared.opening.index_client.purge(number, PURGE_ROWS)
+            return self._disk.opening.index_client.commit(Commit(purge=number))
 
-        self._shared.keeper.submit(work, done)
+        self._disk.keeper.submit(work, done)

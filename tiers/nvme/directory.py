@@ -39,14 +39,6 @@ SPARE_BYTES = 64 << 20
 SPARE_PART = 100
 
 
-class Identity(NamedTuple):
-    """What a path leads to."""
-
-    device: int
-    folder: int
-    lock: int
-
-
 class Look(NamedTuple):
     """What a directory and its file system are like."""
 
@@ -76,18 +68,16 @@ class Directory:
     """A directory of a disk. All but the constructor touch it, and may hang with it."""
 
     def __init__(self, path: Path) -> None:
-        """Nothing is opened yet."""
         self.path = path
         self._fd = -1
         self.lock_fd = -1  # which the index's process inherits: it keeps the lock, too
-        self._identity = Identity(0, 0, 0)
         self._id = ""
 
     # Its use
 
     def open(self, wait_s: float) -> None:
         """Make the directory if it is not there, and lock it. Raises ConfigError when taken."""
-        with self._or_close():
+        with self.or_close():
             try:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 refuse_folder(str(self.path), self.path.stat())
@@ -110,7 +100,7 @@ class Directory:
 
         Raises OSError, and TierIOError when another one is in its place, or it is in use.
         """
-        with self._or_close():
+        with self.or_close():
             self._attach(0)
             if not self._locked():
                 raise TierIOError(taken(self.path, self.lock_fd))
@@ -120,7 +110,8 @@ class Directory:
             self._mark()
 
     @contextlib.contextmanager
-    def _or_close(self) -> Iterator[None]:
+    def or_close(self) -> Iterator[None]:
+        """Close it if what is done meanwhile raises."""
         try:
             yield
         except BaseException:
@@ -137,37 +128,26 @@ class Directory:
     def _attach(self, flags: int) -> None:
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.lock_fd = open_file(_LOCK, os.O_RDWR | flags, self._fd)
-        self._refuse_index()
-        folder, lock = os.fstat(self._fd), os.fstat(self.lock_fd)
-        self._identity = Identity(folder.st_dev, folder.st_ino, lock.st_ino)
+        with contextlib.suppress(FileNotFoundError):
+            os.close(self._open_index(os.O_RDWR))
+        self._folder, self._lock = os.fstat(self._fd), os.fstat(self.lock_fd)
 
-    def _refuse_index(self) -> None:
-        """Raise OSError for an index that is not ours: LMDB follows links to its files."""
+    def _open_index(self, flags: int) -> int:
+        """Open the index's file. Raises OSError for one that is not ours: LMDB follows links."""
+        folder_flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            fd = self._open_index()
-        except FileNotFoundError:
-            return
-        try:
-            os.close(open_file("data.mdb", os.O_RDWR, fd))
-        except FileNotFoundError:
-            pass
-        finally:
-            os.close(fd)
-
-    def _open_index(self) -> int:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            fd = os.open(FOLDER, flags, dir_fd=self._fd)
+            folder = os.open(FOLDER, folder_flags, dir_fd=self._fd)
         except NotADirectoryError:
             raise OSError(
                 errno.EPERM, f"{FOLDER}: expected a directory, found a symbolic link or a file"
             ) from None
         try:
-            refuse_folder(f"{self.path}/{FOLDER}", os.fstat(fd))
+            refuse_folder(f"{self.path}/{FOLDER}", os.fstat(folder))
+            return open_file("data.mdb", flags, folder)
         except ConfigError as exc:
-            os.close(fd)
             raise OSError(errno.EPERM, str(exc)) from exc
-        return fd
+        finally:
+            os.close(folder)
 
     def _locked(self) -> bool:
         try:
@@ -205,11 +185,11 @@ class Directory:
 
     def _compare(self, fd: int) -> None:
         folder = os.fstat(fd)
-        if folder.st_dev != self._identity.device:
+        if folder.st_dev != self._folder.st_dev:
             raise TierIOError("another file system is in its place")
-        if folder.st_ino != self._identity.folder:
+        if folder.st_ino != self._folder.st_ino:
             raise TierIOError("another directory is in its place")
-        if os.stat(_LOCK, dir_fd=fd, follow_symlinks=False).st_ino != self._identity.lock:
+        if os.stat(_LOCK, dir_fd=fd, follow_symlinks=False).st_ino != self._lock.st_ino:
             raise TierIOError("another lock file is in its place")
 
     def try_write(self) -> None:
@@ -229,11 +209,7 @@ class Directory:
     def read_index(self) -> None:
         """Read all of it, as plain bytes: what cannot be read is not damaged. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
-            folder = self._open_index()
-            try:
-                fd = open_file("data.mdb", os.O_RDONLY, folder)
-            finally:
-                os.close(folder)
+            fd = self._open_index(os.O_RDONLY)
             try:
                 while os.read(fd, _READ_BYTES):
                     pass
@@ -270,22 +246,22 @@ class Directory:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.extent(number).name, dir_fd=self._fd)
 
+    def sync(self) -> None:
+        """Make what was made and removed durable. Raises OSError."""
+        os.fsync(self._fd)
+
     def sweep(self, known: Collection[int]) -> int:
         """Remove extents that are not known, such as one whose removal failed; return how many.
 
         Raises OSError.
         """
-        strangers = [number for number in self._numbers() if number not in known]
+        with os.scandir(self._fd) as entries:
+            files = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        numbers = {int(name.removesuffix(".extent")) for name in files if EXTENT.fullmatch(name)}
+        strangers = numbers.difference(known)
         for number in strangers:
             self.remove_extent(number)
         return len(strangers)
-
-    def _numbers(self) -> Iterator[int]:
-        with os.scandir(self._fd) as entries:
-            found = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-        for name in found:
-            if EXTENT.fullmatch(name):
-                yield int(name.removesuffix(".extent"))
 
 
 def _names(folder: int) -> list[str]:

@@ -16,18 +16,16 @@ from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.tier import TierContext
 from kvstore.logs import RateLog
 from kvstore.visits import Visits
-from tiers.nvme.block_io import ThreadMover, writers_of
-from tiers.nvme.commits import Commits, DiskContext
+from tiers.nvme.block_io import TaskThread, ThreadMover, writers_of
+from tiers.nvme.commits import Commits
 from tiers.nvme.directory import Directory, Look
 from tiers.nvme.extent_allocator import ExtentAllocator
 from tiers.nvme.files import allow_files
 from tiers.nvme.health import HANG_S, Health, HealthState, Pace
 from tiers.nvme.index_client import IndexDamagedError
-from tiers.nvme.maintenance import TaskThread
 from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import DiskNamespace
-from tiers.nvme.remount import Remount
-from tiers.nvme.startup import Startup
+from tiers.nvme.startup import Remount, Startup
 from tiers.nvme.tier import NvmeTier, Run
 
 log = logging.getLogger(__name__)
@@ -50,34 +48,33 @@ class NvmeDisk:
         volume = Directory(Path(settings.path))
         volume.open(LOCK_WAIT_S)
         opening = Startup(volume, settings.capacity_bytes)
-        try:
-            look = volume.look()
-            opening.open()
-        except (OSError, TierError) as exc:
-            volume.close()
-            why = exc.strerror if isinstance(exc, OSError) else str(exc)
-            raise ConfigError(f"{volume.path}: cannot be used: {why}") from exc
-        except BaseException:
-            volume.close()
-            raise
+        with volume.or_close():
+            try:
+                look = volume.look()
+                opening.open()
+            except (OSError, TierError) as exc:
+                why = exc.strerror if isinstance(exc, OSError) else str(exc)
+                raise ConfigError(f"{volume.path}: cannot be used: {why}") from exc
         writers = writers_of(settings.threads)
+        self.settings = settings
+        self.capacity_bytes = settings.capacity_bytes
+        self.volume = volume
+        self.opening = opening  # another one after each return to the directory
         self._mover: ThreadMover[Run] = ThreadMover(settings.threads, writers)
-        self._health = Health(settings.path)
-        self._keeper = TaskThread("keeper")
+        self.health = Health(settings.path)
+        self.keeper = TaskThread("keeper")
+        self.visits = Visits()  # of namespaces
         self._watch = TaskThread("watch")
         self._next_look_s = 0.0
         self._idle_until_s = 0.0
-        self._shared = DiskContext(
-            settings, settings.capacity_bytes, volume, opening, self._health, self._keeper, Visits()
-        )
-        self._commits = Commits(self._shared)
-        self._room = ExtentAllocator(self._shared, self._commits)
-        self._recovery = Remount(self._shared, self._room, self._replace)
+        self._commits = Commits(self)
+        self.room = ExtentAllocator(self, self._commits)
+        self._remount = Remount(self)
         self._reads, self._writes = Pace(settings.threads), Pace(writers)
         self._paces = {
             "reads": self._reads,
             "writes": self._writes,
-            "keeper": self._keeper.pace,
+            "keeper": self.keeper.pace,
             "watch": self._watch.pace,
         }
         self._tiers: list[NvmeTier] = []
@@ -85,8 +82,8 @@ class NvmeDisk:
         self._given_up = False
         self._said = RateLog(log)
         self._sliced = False  # something that concerns many records is under way
-        self._health.loading(on=opening.loading)
-        self._room.seen(look)
+        self.health.loading(on=opening.loading)
+        self.room.seen(look)
 
     # Tiers
 
@@ -107,26 +104,26 @@ class NvmeDisk:
 
         Its name follows from that size among others, so that the index is what is wrong.
         """
-        del self._shared.opening.spaces[space.digest]
-        self._room.recount()
+        del self.opening.spaces[space.digest]
+        self.room.recount()
         for file in space.extents.values():
             file.close()
         wrong = IndexDamagedError(
             f"namespace {space.digest[:12]} has blocks of {space.slot_bytes} bytes, expected"
             f" {slot_bytes}"
         )
-        self._shared.write_failed("reading the index", wrong, time.monotonic())
+        self.write_failed("reading the index", wrong, time.monotonic())
 
     def _space(self, namespace: str, slot_bytes: int) -> DiskNamespace:
-        spaces = self._shared.opening.spaces
+        spaces = self.opening.spaces
         if namespace not in spaces:
-            number = self._shared.opening.take_number()
+            number = self.opening.take_number()
             spaces[namespace] = DiskNamespace(number, namespace, slot_bytes)
         return spaces[namespace]
 
-    def _replace(self, fresh: Startup) -> None:
+    def replace(self, fresh: Startup) -> None:
         """Go on with what was found in the directory, and not with what was known."""
-        old, self._shared.opening = self._shared.opening, fresh
+        old, self.opening = self.opening, fresh
         fresh.generation = max(fresh.generation, old.generation)
         fresh.next_extent = max(fresh.next_extent, old.next_extent)
         for known in old.spaces.values():
@@ -138,49 +135,61 @@ class NvmeDisk:
                     tier.use(space)
             if known.renumbering:  # it was cleared, and that was not durable
                 self.clear_space(space)
+        self.room.start_over()
         self._commits.start_over()
-        self._health.loading(on=fresh.loading)
+        self.health.loading(on=fresh.loading)
 
     def wake(self, space: DiskNamespace) -> None:
         """Look after a namespace in every poll from now on, until it is at rest."""
-        self._shared.wake(space)
+        self.visits.wake(space.digest)
 
     def next_generation(self) -> int:
         """Number a write."""
-        self._shared.opening.generation += 1
-        return self._shared.opening.generation
+        self.opening.generation += 1
+        return self.opening.generation
 
     # State
+
+    def write_failed(self, what: str, error: Exception, now_s: float) -> None:
+        """Something that changes the disk has failed; a damaged index is read anew, and set aside.
+
+        It stays as it is, so that to try again would be of no use.
+        """
+        if isinstance(error, IndexDamagedError):
+            self.opening.damage = error
+            self.health.lost(f"{what} failed: {error}", now_s)
+        else:
+            self.health.write_failed(what, error, now_s)
 
     @property
     def online(self) -> bool:
         """Tell whether blocks can be read."""
-        return self._health.online and not self._closed and not self._given_up
+        return self.health.online and not self._closed and not self._given_up
 
     @property
     def writable(self) -> bool:
         """Tell whether blocks can be written."""
-        return self._health.writable and not self._closed and not self._given_up
+        return self.health.writable and not self._closed and not self._given_up
 
     @property
     def state(self) -> str:
         """One word for operators."""
-        return HealthState.OFF.value if self._given_up else self._health.state.value
-
-    @property
-    def capacity_bytes(self) -> int:
-        """The cap."""
-        return self._shared.capacity_bytes
+        return HealthState.OFF.value if self._given_up else self.health.state.value
 
     @property
     def used_bytes(self) -> int:
         """Bytes that the tier may take on disk with the extents it has."""
-        return self._room.used_bytes
+        return self.room.used_bytes
 
     @property
     def spaces(self) -> list[DiskNamespace]:
         """List the namespaces that have been seen."""
-        return self._shared.spaces
+        return list(self.opening.spaces.values())
+
+    @property
+    def awake(self) -> list[DiskNamespace]:
+        """List the namespaces with something to do: to commit, to empty, to remove."""
+        return self.visits.awake(self.opening.spaces)
 
     @property
     def stalled_s(self) -> dict[str, float]:
@@ -193,8 +202,8 @@ class NvmeDisk:
         """Tell whether something is under way that ends by itself."""
         if self._given_up:
             return bool(self._mover.open)
-        moving = self._mover.open or self._keeper.open
-        return bool(moving) or self._shared.opening.loading or self._commits.purging or self._sliced
+        moving = self._mover.open or self.keeper.open
+        return bool(moving) or self.opening.loading or self._commits.purging or self._sliced
 
     @property
     def next_s(self) -> float:
@@ -203,7 +212,7 @@ class NvmeDisk:
             return _BUSY_S
         if self._given_up:
             return _NEVER_S
-        due_at_s = self._health.due_at_s
+        due_at_s = self.health.due_at_s
         if self.writable:
             due_at_s = min(due_at_s, self._commits.due_at_s)
         return max(_BUSY_S, due_at_s - time.monotonic())
@@ -212,16 +221,16 @@ class NvmeDisk:
         """Change the cap; extents that are too much are emptied and given back."""
         log.info(
             "%s: capacity is %d bytes now, was %d",
-            self._shared.volume.path, capacity_bytes, self.capacity_bytes,
+            self.volume.path, capacity_bytes, self.capacity_bytes,
         )  # fmt: skip
-        self._shared.capacity_bytes = capacity_bytes
-        self._room.shrink()
+        self.capacity_bytes = capacity_bytes
+        self.room.shrink()
 
     # Moving blocks
 
     def lanes(self, *, store: bool) -> int:
         """Count the runs that are moved at one time."""
-        threads = self._shared.settings.threads
+        threads = self.settings.threads
         return writers_of(threads) if store else threads
 
     def start(self, run: Run) -> None:
@@ -229,30 +238,23 @@ class NvmeDisk:
         (self._writes if run.store else self._reads).began(time.monotonic())
         self._mover.start(run)
 
-    def make_room(self, space: DiskNamespace, count: int) -> bool:
-        """Try to get free slots; False when there will be none."""
-        return self._room.make(space, count)
-
     def poll(self) -> None:
         """Take finished runs, and do what is due; after a bug runs end, and it is off."""
         try:
             if self._given_up:
-                self._end_runs()
+                for run in self._mover.poll():
+                    run.tier.ended(run)
             else:
                 self._poll()
         except Exception:  # noqa: BLE001 - the barrier of the disk: the store goes on without it
-            path = self._shared.volume.path
+            path = self.volume.path
             self._said.bug("bugs", "%s is off until the store is started again: a bug", path)
             self._given_up = True
-
-    def _end_runs(self) -> None:
-        for run in self._mover.poll():
-            run.tier.ended(run)
 
     def _poll(self) -> None:
         now_s = time.monotonic()
         under_way = any(pace.open for pace in self._paces.values()) or self.busy
-        if now_s < self._idle_until_s and not (under_way or self._shared.visits):
+        if now_s < self._idle_until_s and not (under_way or self.visits):
             return
         self._idle_until_s = now_s + IDLE_S
         self._load_some(now_s)
@@ -261,29 +263,29 @@ class NvmeDisk:
             pace.ended(now_s)
             self._judge(run, run.error, now_s)
             run.tier.ended(run)
-        self._keeper.poll(now_s)
+        self.keeper.poll(now_s)
         self._look(now_s)
-        spaces = self._shared.opening.spaces
-        visited = self._shared.visits.take(spaces, int(now_s * 1e9))
+        spaces = self.opening.spaces
+        visited = self.visits.take(spaces, int(now_s * 1e9))
         self._do_slices(visited, now_s)
-        self._room.step(visited, now_s)
+        self.room.step(visited, now_s)
         self._commits.step(now_s)
         stalled = any(pace.stalled_s(now_s) > HANG_S for pace in self._paces.values())
-        self._recovery.step(now_s, writing=self._writes.open, stalled=stalled)
+        self._remount.step(now_s, writing=self._writes.open, stalled=stalled)
 
     def _load_some(self, now_s: float) -> None:
-        if not self._health.online:
+        if not self.health.online:
             return
         try:
-            if not self._shared.opening.load_some(self._keeper):
+            if not self.opening.load_some(self.keeper):
                 return
         except TierIOError as exc:
-            self._health.lost(f"its index cannot be read: {exc}", now_s)
+            self.health.lost(f"its index cannot be read: {exc}", now_s)
             return
-        self._health.loading(on=False)
-        for space in self._shared.spaces:
+        self.health.loading(on=False)
+        for space in self.spaces:
             self.wake(space)
-        self._room.shrink()
+        self.room.shrink()
 
     def _do_slices(self, visited: Sequence[DiskNamespace], now_s: float) -> None:
         """Go on for a moment with what concerns many records."""
@@ -296,47 +298,47 @@ class NvmeDisk:
 
     def clear(self) -> None:
         """Forget all blocks of all namespaces, at once; those stored from now on are kept."""
-        for space in self._shared.spaces:
+        for space in self.spaces:
             self.clear_space(space)
 
     def clear_space(self, space: DiskNamespace) -> None:
         """Forget all blocks of a namespace, at once."""
         if space.extents:
-            space.clear(self._shared.opening.take_number())
+            space.clear(self.opening.take_number())
             self.wake(space)
             self._commits.hurry()
 
     def _judge(self, run: Run, error: Exception | None, now_s: float) -> None:
-        if not self._health.online:
+        if not self.health.online:
             return  # it is known
         if run.store and error is not None:
-            self._health.write_failed("a write", error, now_s)
+            self.health.write_failed("a write", error, now_s)
         elif not run.store:
             # Counted for a read that failed only: it takes a look at all namespaces.
-            extents = 0 if error is None else sum(len(s.extents) for s in self._shared.spaces)
-            self._health.read(int(run.file.path.stem), error, now_s, extents)
+            extents = 0 if error is None else sum(len(s.extents) for s in self.spaces)
+            self.health.read(int(run.file.path.stem), error, now_s, extents)
 
     def _look(self, now_s: float) -> None:
         """Have the directory looked at, and see that calls come back."""
         self._watch.poll(now_s)
-        if self._recovery.at_home and not self._watch.open and now_s >= self._next_look_s:
+        if self._remount.at_home and not self._watch.open and now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_EVERY_S
-            self._watch.submit(self._shared.volume.look, self._looked)
+            self._watch.submit(self.volume.look, self._looked)
         for name, pace in self._paces.items():
             if (seconds := pace.stalled_s(now_s)) > HANG_S:
                 reads = name in ("reads", "watch")
-                hangs = self._health.lost if reads else self._health.only_reads
+                hangs = self.health.lost if reads else self.health.only_reads
                 hangs(f"no call of its {name} has returned for {seconds:.0f} s", now_s)
 
     def _looked(self, seen: Look | Exception, now_s: float) -> None:
-        if self._closed or not self._recovery.at_home:
+        if self._closed or not self._remount.at_home:
             return
         if isinstance(seen, Exception):
-            self._health.look_failed(seen, now_s)
+            self.health.look_failed(seen, now_s)
             return
-        self._room.seen(seen)
+        self.room.seen(seen)
         if seen.read_only:
-            self._health.only_reads("the file system is mounted read-only", now_s)
+            self.health.only_reads("the file system is mounted read-only", now_s)
 
     # Durability and the end
 
@@ -356,40 +358,40 @@ class NvmeDisk:
         clean = self._quiet() and not self._given_up
         self._closed = True
         ended: list[Exception | None] = []
-        if not self._mover.open and not self._keeper.open:
-            self._keeper.submit(self._ending(clean=clean), lambda exc, _now_s: ended.append(exc))
+        if not self._mover.open and not self.keeper.open:
+            self.keeper.submit(self._ending(clean=clean), lambda exc, _now_s: ended.append(exc))
             while (not ended or self._watch.open) and time.monotonic() < deadline + CLOSE_S:
                 time.sleep(_BUSY_S)
-                self._keeper.poll(time.monotonic())
+                self.keeper.poll(time.monotonic())
                 self._watch.poll(time.monotonic())
         if not ended or self._watch.open:  # the lock goes with the process
-            log.error("%s: I/O hangs; the store ends without it", self._shared.volume.path)
+            log.error("%s: I/O hangs; the store ends without it", self.volume.path)
             return
         if ended[0] is not None:
-            log.error("%s: not shut down in order: %s", self._shared.volume.path, ended[0])
+            log.error("%s: not shut down in order: %s", self.volume.path, ended[0])
         self._mover.close()
-        self._keeper.close()
+        self.keeper.close()
         self._watch.close()
 
     def _ending(self, *, clean: bool) -> Callable[[], None]:
         """Return what closes all that is open, on the keeper's thread."""
-        mark = self._recovery.at_home and not self._shared.opening.loading
-        closing = self._shared.opening.closing()
+        mark = self._remount.at_home and not self.opening.loading
+        closing = self.opening.closing()
 
         def end() -> None:
             try:
                 if mark:
-                    self._shared.opening.index_client.commit(Commit(clean=clean))
+                    self.opening.index_client.commit(Commit(clean=clean))
             finally:
                 closing()
-                self._shared.volume.close()
+                self.volume.close()
 
         return end
 
     def _quiet(self) -> bool:
         if self._given_up:
             return not self._mover.open
-        if self._mover.open or self._keeper.open:
+        if self._mover.open or self.keeper.open:
             return False
-        idle = self._shared.opening.loading or not self.writable
+        idle = self.opening.loading or not self.writable
         return idle or not self._commits.pending

@@ -174,26 +174,8 @@ class _Checked(Move, eq=False):
         return [xxhash.xxh3_64_intdigest(block) for block in self.blocks]
 
 
-class _Silent(KVStoreError):
-    """A disk that does not answer: nothing of it can be waited for."""
-
-
-@contextmanager
-def _mover(width: int) -> Iterator[ThreadMover[Move]]:
-    """Yield threads that are waited for at the end, unless the disk does not answer."""
-    mover = ThreadMover[Move](width, width)
-    try:
-        yield mover
-    except _Silent:
-        raise
-    except BaseException:
-        mover.close()
-        raise
-    mover.close()
-
-
 class _Driver:
-    """Keeps a mover busy with one file."""
+    """Keeps a mover busy with one file; after an error its threads are not waited for."""
 
     def __init__(
         self, file: ExtentFile, blocks: list[memoryview], tell: Callable[[str], None]
@@ -206,29 +188,29 @@ class _Driver:
 
     def fill(self, seconds: float) -> None:
         """Write the file for the first time, as much of it as there is time for."""
-        positions, count = iter(range(self._file.count)), 0
-        with _mover(2) as mover:
-            while count < AREA_BLOCKS_MIN:
-                more, _ = self._keep(mover, positions, 4, seconds, "preparing", store=True)
-                count += more
+        positions, count, mover = iter(range(self._file.count)), 0, ThreadMover[Move](2, 2)
+        while count < AREA_BLOCKS_MIN:
+            more, _ = self._keep(mover, positions, 4, seconds, "preparing", store=True)
+            count += more
+        mover.close()
         self._area = count
 
     def cases(self, depth: int, seconds: float) -> list[Sample]:
         """Measure reads and writes, in order and at random."""
-        samples = []
-        with _mover(depth) as mover:
-            for kind, pattern in CASES:
-                places = list(range(self._area))
-                if pattern == "random":
-                    random.Random(depth).shuffle(places)  # noqa: S311  no secret
-                cpu_s, what = time.process_time(), f"{pattern} {kind}s, {depth} in flight"
-                count, took_s = self._keep(
-                    mover, cycle(places), 2 * depth + 8, seconds, what, store=kind == "write"
-                )
-                cpu_us = (time.process_time() - cpu_s) / count * 1e6
-                rate = count * BLOCK_BYTES / took_s
-                samples.append(Sample(kind, pattern, depth, rate, round(cpu_us, 1)))
-                self._moved = count
+        samples, mover = [], ThreadMover[Move](depth, depth)
+        for kind, pattern in CASES:
+            places = list(range(self._area))
+            if pattern == "random":
+                random.Random(depth).shuffle(places)  # noqa: S311  no secret
+            cpu_s, what = time.process_time(), f"{pattern} {kind}s, {depth} in flight"
+            count, took_s = self._keep(
+                mover, cycle(places), 2 * depth + 8, seconds, what, store=kind == "write"
+            )
+            cpu_us = (time.process_time() - cpu_s) / count * 1e6
+            rate = count * BLOCK_BYTES / took_s
+            samples.append(Sample(kind, pattern, depth, rate, round(cpu_us, 1)))
+            self._moved = count
+        mover.close()
         return samples
 
     def too_slow(self, depth: int) -> bool:
@@ -265,7 +247,7 @@ class _Driver:
                 free.append(run.blocks[0])
                 done, heard_s = done + 1, now_s
             if now_s - heard_s > SILENCE_S:
-                raise _Silent(f"{what}: no answer from the disk for {SILENCE_S:.0f} s")
+                raise KVStoreError(f"{what}: no answer from the disk for {SILENCE_S:.0f} s")
             self._tell(what)
 
 
@@ -273,25 +255,18 @@ def show(report: DriveReport) -> None:
     """Print it as a table, and the settings below."""
     table = Table(box=None, header_style="bold")
     table.add_column("blocks of 2 MiB", no_wrap=True)
-    table.add_column("in flight", justify="right")
-    table.add_column("GB/s", justify="right")
-    table.add_column("CPU us", justify="right")
+    for name in ("in flight", "GB/s", "CPU us"):
+        table.add_column(name, justify="right")
     for one in sorted(report.samples, key=lambda s: (s.kind, s.pattern == "random", s.depth)):
         rate, cpu = f"{one.bytes_per_s / 1e9:.2f}", f"{one.cpu_us_per_block:.0f}"
         table.add_row(f"{one.pattern} {one.kind}s", str(one.depth), rate, cpu)
-    console = output()
-    console.print(
-        f"{report.path}, measured for {report.seconds:.0f} s", highlight=False, soft_wrap=True
-    )
-    console.print(table)
-    lines = [
-        "",
-        report.suggestion.toml,
-        "",
+    for part in (
+        f"{report.path}, measured for {report.seconds:.0f} s",
+        table,
+        f"\n{report.toml}\n",
         f"The budget assumes that {report.suggestion.assumption}.",
-    ]
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    ):
+        output().print(part, highlight=False, markup=False, soft_wrap=True)
 
 
 def suggest(samples: list[Sample], drive_bytes: int) -> Suggestion:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvstore.core.errors import TierFull
-from tiers.nvme.commits import Commits, DiskContext
+from tiers.nvme.commits import Commits
 from tiers.nvme.directory import Look
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.messages import Commit
-from tiers.nvme.namespace import DiskNamespace
-from tiers.nvme.places import cost
+from tiers.nvme.namespace import DiskNamespace, cost
+
+if TYPE_CHECKING:
+    from tiers.nvme.disk import NvmeDisk
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +37,8 @@ FULL_S = 5.0  # a file system that had no room is asked again after that
 class ExtentAllocator:
     """Extents of all namespaces, under one cap."""
 
-    def __init__(self, shared: DiskContext, commits: Commits) -> None:
-        """Nothing is being made."""
-        self._shared = shared
+    def __init__(self, disk: NvmeDisk, commits: Commits) -> None:
+        self._disk = disk
         self._commits = commits
         self.making: dict[int, int] = {}  # extent -> what it will take
         self._removing: dict[int, int] = {}  # extent -> what it takes until it is gone
@@ -57,7 +59,7 @@ class ExtentAllocator:
 
     def _taken(self) -> int:
         if self._counted is None:
-            files = [file for space in self._shared.spaces for file in space.extents.values()]
+            files = [file for space in self._disk.spaces for file in space.extents.values()]
             extents = sum(file.bytes for file in files)
             entries = sum(cost(file.bytes, file.slot_bytes) for file in files) - extents
             self._counted = extents, entries + BASE_BYTES
@@ -78,14 +80,14 @@ class ExtentAllocator:
     @property
     def known(self) -> set[int]:
         """Numbers of the extents that are there, or on their way to or fro."""
-        here = {number for space in self._shared.spaces for number in space.extents}
+        here = {number for space in self._disk.spaces for number in space.extents}
         return here | set(self.making) | set(self._removing)
 
     # Asked for
 
     def make(self, space: DiskNamespace, count: int) -> bool:
         """Try to get free slots: a new extent, else by eviction; False when none will come."""
-        if self._shared.opening.loading or space.renumbering or self._grow(space):
+        if self._disk.opening.loading or space.renumbering or self._grow(space):
             return True
         space.evict(count - space.free - space.leaving)
         if space.to_delete:
@@ -96,32 +98,32 @@ class ExtentAllocator:
 
     def _grow(self, space: DiskNamespace) -> bool:
         """Make an extent if the cap and the file system have room; True while one is made."""
-        shared = self._shared
+        disk = self._disk
         if space.growing:
             return True
-        size = shared.settings.extent_bytes
+        size = disk.settings.extent_bytes
         takes = cost(size, space.slot_bytes)
-        fits = self.used_bytes + takes <= shared.capacity_bytes
+        fits = self.used_bytes + takes <= disk.capacity_bytes
         if not fits or self._now_s < self._full_until_s:
             return False
-        number = shared.opening.next_extent
-        shared.opening.next_extent += 1
+        number = disk.opening.next_extent
+        disk.opening.next_extent += 1
         self.making[number] = takes
         space.growing = True
         changes = Commit(namespaces=[space.entry], extents=[(number, space.number)])
 
         def make() -> ExtentFile:
             """Leave no file that the index does not know."""
-            file = shared.volume.make_extent(number, space.slot_bytes, size)
+            file = disk.volume.make_extent(number, space.slot_bytes, size)
             try:
-                shared.opening.index_client.commit(changes)
+                disk.opening.index_client.commit(changes)
             except BaseException:
                 file.close()
-                shared.volume.remove_extent(number)
+                disk.volume.remove_extent(number)
                 raise
             return file
 
-        shared.keeper.submit(make, partial(self._made, space, number))
+        disk.keeper.submit(make, partial(self._made, space, number))
         return True
 
     def _made(
@@ -130,7 +132,7 @@ class ExtentAllocator:
         takes = self.making.pop(number)
         space.growing = False
         if isinstance(made, ExtentFile):
-            if not self._shared.health.online:
+            if not self._disk.health.online:
                 made.close()  # all that is open is about to be closed, or is
                 return
             space.add_extent(number, made)
@@ -138,17 +140,17 @@ class ExtentAllocator:
             self.shrink()  # the cap may be smaller by now
         elif isinstance(made, TierFull):
             if self._full_until_s < now_s - FULL_S:
-                log.warning("%s: no new extent: %s", self._shared.volume.path, made)
+                log.warning("%s: no new extent: %s", self._disk.volume.path, made)
             self._full_until_s = now_s + FULL_S
         else:
             self._stuck[number] = takes
-            self._shared.write_failed("making an extent", made, now_s)
+            self._disk.write_failed("making an extent", made, now_s)
 
     def _take_from_another(self, needy: DiskNamespace) -> bool:
         """Retire an extent of the namespace that has the most; True while one is going."""
-        if self._removing or any(s.retiring for s in self._shared.awake if s is not needy):
+        if self._removing or any(s.retiring for s in self._disk.awake if s is not needy):
             return True
-        others = [space for space in self._shared.spaces if space is not needy]
+        others = [space for space in self._disk.spaces if space is not needy]
         unused = [space for space in others if space.extents and not space.attached]
         richer = [space for space in others if len(space.extents) > len(needy.extents) + 1]
         donor = max(unused or richer, key=lambda space: len(space.extents), default=None)
@@ -160,11 +162,11 @@ class ExtentAllocator:
 
     def shrink(self) -> None:
         """Retire extents until the cap holds: it may be smaller than when they were made."""
-        while self._shared.health.writable and not self._shared.opening.loading:
-            leaving = sum(space.retiring_bytes for space in self._shared.awake)
-            if self._taken() - leaving <= self._shared.capacity_bytes:
+        while self._disk.health.writable and not self._disk.opening.loading:
+            leaving = sum(space.retiring_bytes for space in self._disk.awake)
+            if self._taken() - leaving <= self._disk.capacity_bytes:
                 return
-            richest = max(self._shared.spaces, key=lambda s: s.disk_bytes - s.retiring_bytes)
+            richest = max(self._disk.spaces, key=lambda s: s.disk_bytes - s.retiring_bytes)
             number = richest.coldest()
             if number is None:
                 return
@@ -172,7 +174,7 @@ class ExtentAllocator:
 
     def _retire(self, space: DiskNamespace, number: int) -> None:
         space.retire(number)
-        self._shared.wake(space)
+        self._disk.wake(space)
         self._commits.hurry()
 
     # In every poll
@@ -183,21 +185,21 @@ class ExtentAllocator:
         visited: the namespaces of this poll, all of those among them that are awake.
         """
         self._now_s = now_s
-        works = self._shared.health.writable and not self._shared.opening.loading
+        works = self._disk.health.writable and not self._disk.opening.loading
         for space in visited:
             if works:
                 self._look_after(space)
             if space.at_rest and space.digest not in self._evicting:
-                self._shared.visits.rest(space.digest)
+                self._disk.visits.rest(space.digest)
             else:
-                self._shared.wake(space)
+                self._disk.wake(space)
 
     def _look_after(self, space: DiskNamespace) -> None:
         for number, file in space.take_retired():
             self.recount()
             self._removing[number] = cost(file.bytes, file.slot_bytes)
-            removal = partial(_remove, self._shared, number, file)
-            self._shared.keeper.submit(removal, partial(self._removed, number))
+            removal = partial(self._remove, number, file)
+            self._disk.keeper.submit(removal, partial(self._removed, number))
         if space.attached and not space.cleared:
             self._evict_ahead(space)
         else:
@@ -212,11 +214,16 @@ class ExtentAllocator:
         if space.digest in self._evicting:
             space.evict(min(SLICE_BLOCKS, space.total // HIGH_PART - coming))
 
+    def _remove(self, number: int, file: ExtentFile) -> None:
+        file.close()
+        self._disk.opening.index_client.commit(Commit(extents_gone=[number]))
+        self._disk.volume.remove_extent(number)
+
     def _removed(self, number: int, error: Exception | None, now_s: float) -> None:
         takes = self._removing.pop(number)
         if error is not None:
             self._stuck[number] = takes
-            self._shared.write_failed("removing an extent", error, now_s)
+            self._disk.write_failed("removing an extent", error, now_s)
 
     @property
     def stuck(self) -> list[int]:
@@ -234,9 +241,3 @@ class ExtentAllocator:
         self._stuck.clear()
         self._look = None
         self.recount()
-
-
-def _remove(shared: DiskContext, number: int, file: ExtentFile) -> None:
-    file.close()
-    shared.opening.index_client.commit(Commit(extents_gone=[number]))
-    shared.volume.remove_extent(number)

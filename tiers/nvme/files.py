@@ -51,15 +51,44 @@ def open_direct(path: Path, *, make: bool = False, folder: int | None = None) ->
         raise
 
 
-class Descriptor:
-    """An open file that is closed once its last user is done: a call that hangs still has it."""
+class ExtentFile:
+    """count slots of one namespace's blocks, in one file.
 
-    def __init__(self, fd: int) -> None:
-        """fd: ours from now on."""
-        self._fd = fd
+    It is closed once its last user is done: a call that hangs still has it.
+    """
+
+    def __init__(
+        self, path: Path, slot_bytes: int, extent_bytes: int, folder: int | None = None
+    ) -> None:
+        """Open a file that make() has made; folder as in open_direct(). Raises OSError."""
+        self.path = path
+        self.slot_bytes = slot_bytes
+        self.stride = stride_of(slot_bytes)
+        self.bytes = extent_bytes
+        self.count = extent_bytes // self.stride
+        self._fd = open_direct(path, folder=folder)
         self._users = 0
         self._closing = False
         self._lock = threading.Lock()
+
+    @staticmethod
+    def make(path: Path, extent_bytes: int, folder: int) -> None:
+        """Take the space on disk, durably; leaves nothing behind when there is none.
+
+        folder: descriptor of the directory in which to make it. Raises OSError.
+        """
+        try:
+            fd = open_direct(path, make=True, folder=folder)
+            try:
+                os.posix_fallocate(fd, 0, extent_bytes)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.fsync(folder)
+        except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path.name, dir_fd=folder)
+            raise
 
     def __enter__(self) -> int:
         """Keep it open meanwhile. Raises TierIOError when it was closed."""
@@ -85,40 +114,6 @@ class Descriptor:
         if last:
             os.close(self._fd)
 
-
-class ExtentFile:
-    """count slots of one namespace's blocks, in one file."""
-
-    def __init__(
-        self, path: Path, slot_bytes: int, extent_bytes: int, folder: int | None = None
-    ) -> None:
-        """Open a file that make() has made; folder as in open_direct(). Raises OSError."""
-        self.path = path
-        self.slot_bytes = slot_bytes
-        self.stride = stride_of(slot_bytes)
-        self.bytes = extent_bytes
-        self.count = extent_bytes // self.stride
-        self.descriptor = Descriptor(open_direct(path, folder=folder))
-
-    @staticmethod
-    def make(path: Path, extent_bytes: int, folder: int) -> None:
-        """Take the space on disk, durably; leaves nothing behind when there is none.
-
-        folder: descriptor of the directory in which to make it. Raises OSError.
-        """
-        try:
-            fd = open_direct(path, make=True, folder=folder)
-            try:
-                os.posix_fallocate(fd, 0, extent_bytes)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.fsync(folder)
-        except OSError:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path.name, dir_fd=folder)
-            raise
-
     def read(self, position: int, blocks: Sequence[memoryview]) -> None:
         """Fill blocks from neighbouring slots. Raises OSError, or TierIOError at the file's end."""
         self._move(position, blocks, store=False)
@@ -129,7 +124,7 @@ class ExtentFile:
 
     def _move(self, position: int, blocks: Sequence[memoryview], *, store: bool) -> None:
         at = position * self.stride
-        with self.descriptor as fd:
+        with self as fd:
             if all(aligned(block) for block in blocks):
                 self._call(fd, list(blocks), at, store=store)
                 return
@@ -156,12 +151,8 @@ class ExtentFile:
 
     def sync(self) -> None:
         """Make all that is written durable. Raises OSError, TierIOError when it was closed."""
-        with self.descriptor as fd:
+        with self as fd:
             os.fdatasync(fd)
-
-    def close(self) -> None:
-        """Close the file once the calls under way have ended; safe to call twice."""
-        self.descriptor.close()
 
 
 def allow_files() -> None:
@@ -169,15 +160,6 @@ def allow_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def sync_folder(path: Path) -> None:
-    """Make a directory's entries durable. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def address_of(block: memoryview) -> int:

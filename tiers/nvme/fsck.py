@@ -15,19 +15,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.index import State
 from tiers.nvme.directory import EXTENT, Directory
-from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, allow_files, stride_of, sync_folder
+from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, allow_files, stride_of
 from tiers.nvme.fsck_report import Amount, FsckReport, Repair
 from tiers.nvme.index import Record
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
 from tiers.nvme.messages import FOLDER, RECORD_BYTES, Commit, Load, Loaded
-from tiers.nvme.namespace import DiskNamespace, Loading
-from tiers.nvme.places import POSITION
+from tiers.nvme.namespace import POSITION, DiskNamespace, Loading
 from tiers.nvme.startup import set_aside, spaces_of
 from tiers.nvme.tier import RUN_BYTES_MAX
 
@@ -98,7 +98,6 @@ class Known:
     """What the index says, brought together with what is on disk."""
 
     def __init__(self, volume: Directory, report: FsckReport) -> None:
-        """Counts go to the report."""
         self._volume = volume
         self._report = report
         self._spaces: list[DiskNamespace] = []
@@ -127,8 +126,8 @@ class Known:
         for space, mine in zip(self._spaces, refused, strict=True):
             self._count(space, mine)
         self._report.namespaces = len(self._spaces)
-        self._report.blocks.foreign.add(0, len(self._strays))
-        self._report.extents.lost.add(0, len(self._gone))
+        self._report.blocks["foreign"].add(0, len(self._strays))
+        self._report.extents["lost"].add(0, len(self._gone))
 
     def _read_index(self) -> list[list[Refused]]:
         """Have each space take its records, as a store does; return what each has refused."""
@@ -171,19 +170,18 @@ class Known:
         for name in names:
             if EXTENT.fullmatch(name) and name not in known:
                 self._orphans.append(self._volume.path / name)
-                self._report.extents.orphan.add(on_disk(self._orphans[-1]))
-        self._report.used_bytes += self._report.extents.orphan.bytes
+                self._report.extents["orphan"].add(on_disk(self._orphans[-1]))
+        self._report.used_bytes += self._report.extents["orphan"].bytes
 
     def _count(self, space: DiskNamespace, refused: list[Refused]) -> None:
         """Count the rows that stand for nothing, and the extents."""
         blocks, extents = self._report.blocks, self._report.extents
         for _, _, cause in refused:
-            amount = blocks.unreadable if cause == "beyond" else getattr(blocks, cause)
-            amount.add(space.slot_bytes)
+            blocks["unreadable" if cause == "beyond" else cause].add(space.slot_bytes)
         short = {place >> 32 for _, place, cause in refused if cause == "beyond"}
         for number, extent in space.extents.items():
             size = on_disk(extent.path)
-            (extents.short if number in short else extents.ok).add(size)
+            extents["short" if number in short else "ok"].add(size)
             self._report.used_bytes += size
 
     # Reading the blocks
@@ -200,7 +198,7 @@ class Known:
             for records, causes in verified(space):
                 for record, cause in zip(records, causes, strict=True):
                     if cause != "ok":
-                        getattr(self._report.blocks, cause).add(space.slot_bytes)
+                        self._report.blocks[cause].add(space.slot_bytes)
                         bad.append(record)
                     done.add(space.slot_bytes)
                     watch(done, whole)
@@ -215,8 +213,8 @@ class Known:
             if record.state is not State.DROPPED:
                 space.drop(record, "damaged")
         blocks = self._report.blocks
-        blocks.unreachable.add(space.slot_bytes, before - len(space.index) - len(bad))
-        blocks.ok.add(space.slot_bytes, len(space.index))
+        blocks["unreachable"].add(space.slot_bytes, before - len(space.index) - len(bad))
+        blocks["ok"].add(space.slot_bytes, len(space.index))
         self._deletes += [space.index_key(record) for record in space.take_deletes()]
 
     @property
@@ -240,8 +238,8 @@ class Known:
         done.blocks_dropped, done.extents_dropped = len(deletes), len(self._gone)
         for path in self._orphans:  # a link is removed itself, not what it leads to
             path.unlink(missing_ok=True)
-            done.files_removed += 1
-        sync_folder(folder)
+        done.files_removed = len(self._orphans)
+        self._volume.sync()
         return done
 
     def close(self) -> None:
@@ -268,9 +266,14 @@ def load(client: IndexClient, space: DiskNamespace) -> list[Refused]:
     return message.refused
 
 
+def run_blocks_max(space: DiskNamespace) -> int:
+    """Return how many blocks are read in one call at most."""
+    return max(1, min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // stride_of(space.slot_bytes)))
+
+
 def runs_of(space: DiskNamespace) -> Iterator[list[Record]]:
     """Yield the blocks of a space in the order of their places, neighbours together."""
-    longest = max(1, min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // stride_of(space.slot_bytes)))
+    longest = run_blocks_max(space)
     run: list[Record] = []
     for record in sorted(space.index, key=lambda record: record.slot):
         if run and (len(run) == longest or record.slot != run[-1].slot + 1):
@@ -283,10 +286,9 @@ def runs_of(space: DiskNamespace) -> Iterator[list[Record]]:
 
 def verified(space: DiskNamespace) -> Iterator[tuple[list[Record], list[str]]]:
     """Read all blocks of a space, on threads; yield some with what causes_of() says of them."""
-    todo = list(runs_of(space))
-    size = max((len(run) * stride_of(space.slot_bytes) for run in todo), default=0)
+    size = run_blocks_max(space) * stride_of(space.slot_bytes)
     buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(min(READERS, len(todo))):
+    for _ in range(READERS):
         buffers.put(memoryview(mmap.mmap(-1, size)))
 
     def read(run: list[Record]) -> list[str]:
@@ -296,9 +298,9 @@ def verified(space: DiskNamespace) -> Iterator[tuple[list[Record], list[str]]]:
         finally:
             buffers.put(buffer)
 
+    runs = runs_of(space)
     with ThreadPoolExecutor(READERS) as pool:
-        for first in range(0, len(todo), _BATCH_RUNS):
-            some = todo[first : first + _BATCH_RUNS]
+        while some := list(islice(runs, _BATCH_RUNS)):
             yield from zip(some, pool.map(read, some), strict=True)
 
 

@@ -19,40 +19,25 @@ class Amount(msgspec.Struct):
         self.bytes += count * size
 
 
-def _amount() -> Amount:
-    return msgspec.field(default_factory=Amount)
-
-
-class Blocks(msgspec.Struct):
-    """The blocks in the index, each under one cause; bytes are their payload."""
-
-    ok: Amount = _amount()
-    damaged: Amount = _amount()
-    unreadable: Amount = _amount()
-    foreign: Amount = _amount()
-    unreachable: Amount = _amount()
-
-
-class Extents(msgspec.Struct):
-    """The extent files; bytes are what they take on disk."""
-
-    ok: Amount = _amount()
-    short: Amount = _amount()
-    lost: Amount = _amount()
-    orphan: Amount = _amount()
-
-
 MEANINGS = {
-    ("blocks", "ok"): "read, and their checksums are right",
-    ("blocks", "damaged"): "their checksums are wrong",
-    ("blocks", "unreadable"): "I/O error, or beyond the end of file",
-    ("blocks", "foreign"): "no such extent or size; place taken",
-    ("blocks", "unreachable"): "a block before them is not ok",
-    ("extents", "ok"): "as the index has them",
-    ("extents", "short"): "end before a block in the index",
-    ("extents", "lost"): "in the index; cannot be opened",
-    ("extents", "orphan"): "not in the index",
+    "blocks": {
+        "ok": "read, and their checksums are right",
+        "damaged": "their checksums are wrong",
+        "unreadable": "I/O error, or beyond the end of file",
+        "foreign": "no such extent or size; place taken",
+        "unreachable": "a block before them is not ok",
+    },
+    "extents": {
+        "ok": "as the index has them",
+        "short": "end before a block in the index",
+        "lost": "in the index; cannot be opened",
+        "orphan": "not in the index",
+    },
 }
+
+
+def _amounts(what: str) -> dict[str, Amount]:
+    return msgspec.field(default_factory=lambda: {state: Amount() for state in MEANINGS[what]})
 
 
 class Repair(msgspec.Struct):
@@ -72,8 +57,8 @@ class FsckReport(msgspec.Struct):
     index_error: str | None = None  # why it cannot be read; then no block is counted
     in_order: bool = True  # the last store had time to end; else its last second may be missing
     namespaces: int = 0
-    blocks: Blocks = msgspec.field(default_factory=Blocks)
-    extents: Extents = msgspec.field(default_factory=Extents)
+    blocks: dict[str, Amount] = _amounts("blocks")  # in the index, by cause; bytes of payload
+    extents: dict[str, Amount] = _amounts("extents")  # files; bytes that they take on disk
     used_bytes: int = 0  # on disk: extent files and index
     read_bytes: int = 0  # payload
     read_s: float = 0.0
@@ -82,8 +67,8 @@ class FsckReport(msgspec.Struct):
     def rows(self) -> Iterator[tuple[str, str, Amount]]:
         """Yield what, in which state, and how much of it."""
         for name, part in (("blocks", self.blocks), ("extents", self.extents)):
-            for state in part.__struct_fields__:
-                yield name, state, getattr(part, state)
+            for state, amount in part.items():
+                yield name, state, amount
 
     def wrong(self) -> bool:
         """Tell whether anything that was counted is not ok."""

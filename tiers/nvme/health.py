@@ -82,7 +82,6 @@ class Health:
     """The state, why it is so, and when to try to leave it."""
 
     def __init__(self, name: str) -> None:
-        """name: of the directory, for the log."""
         self._name = name
         self._loading = False
         self._read_only = ""  # why, "" for not

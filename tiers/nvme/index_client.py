@@ -29,7 +29,6 @@ from tiers.nvme.messages import (
     Loaded,
     Open,
     Opened,
-    Purge,
     Request,
     answers,
 )
@@ -55,27 +54,24 @@ class IndexProcessDiedError(TierIOError):
     """The process has ended. of_the_file: of what it read, as far as one can tell."""
 
     def __init__(self, text: str, *, of_the_file: bool) -> None:
-        """text: in words."""
         super().__init__(text)
         self.of_the_file = of_the_file
-
-
-def start(fd: int, lock_fd: int) -> subprocess.Popen[bytes]:
-    """Start index_server.py with its end of a socket. Raises OSError."""
-    return subprocess.Popen(  # noqa: S603 - our own module
-        [sys.executable, "-P", "-m", "tiers.nvme.index_server", str(fd)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,  # a reader of the store's would wait for this one
-        pass_fds=(fd, lock_fd),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,  # Ctrl-C is for the store, which still commits
-    )
 
 
 class IndexProcess:
     """The process, and the socket to it. One call at a time, from any thread."""
 
-    start = staticmethod(start)
+    @staticmethod
+    def start(fd: int, lock_fd: int) -> subprocess.Popen[bytes]:
+        """Start index_server.py with its end of a socket. Raises OSError."""
+        return subprocess.Popen(  # noqa: S603 - our own module
+            [sys.executable, "-P", "-m", "tiers.nvme.index_server", str(fd)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # a reader of the store's would wait for this one
+            pass_fds=(fd, lock_fd),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # Ctrl-C is for the store, which still commits
+        )
 
     def __init__(self, lock_fd: int) -> None:
         """Start it. It inherits the directory's lock. Raises TierIOError when it does not start."""
@@ -101,7 +97,7 @@ class IndexProcess:
             self._connection.send(request)
             return self._connection.receive()
         except (OSError, EOFError):
-            raise self._end() from None
+            raise self._death() from None
 
     def take(self, *, wait: bool) -> Answer | None:
         """Return the next part of what was loaded; None with wait=False: not there yet.
@@ -113,30 +109,28 @@ class IndexProcess:
         except BlockingIOError:
             return None
         except (OSError, EOFError):
-            raise self._end() from None
+            raise self._death() from None
 
-    def _end(self) -> IndexProcessDiedError:
+    def _death(self) -> IndexProcessDiedError:
         """Wait for its end, and say what it died of."""
         self.close()
-        code = self._process.returncode
-        if code is None:
-            return IndexProcessDiedError("the index's process hangs", of_the_file=False)
-        if code >= 0:
-            text = f"the index's process ended with {code}"
-            return IndexProcessDiedError(text, of_the_file=False)
-        number = signal.Signals(-code)
-        text = f"the index's process was ended by {number.name}"
-        return IndexProcessDiedError(text, of_the_file=number in _OF_THE_FILE)
+        code, what = self._process.returncode, "hangs"
+        if code is not None:
+            what = (
+                f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            )
+        of_the_file = code is not None and -code in _OF_THE_FILE
+        return IndexProcessDiedError(f"the index's process {what}", of_the_file=of_the_file)
 
     def close(self) -> None:
         """Close the socket, at which it ends; kill it if it does not."""
         self._connection.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self._process.wait(_END_S)
-            return
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
 
 
 class IndexClient:
@@ -164,13 +158,8 @@ class IndexClient:
         self._read_only = self._verify = read_only
         self._deaths = 0  # of what was read, since a commit went well
         self._closed = False
-        self._process: IndexProcess | None = None
+        self.process: IndexProcess | None = None
         self.opened = self._start()[1]
-
-    @property
-    def pid(self) -> int | None:
-        """The process id of the index's process, None without one."""
-        return None if self._process is None else self._process.pid
 
     def _start(self) -> tuple[IndexProcess, Opened]:
         """Start a process that opens the index."""
@@ -178,7 +167,7 @@ class IndexClient:
             raise TierIOError(f"{self.path} is not open")
         for _ in range(_STARTS_MAX):
             self._end()
-            process = self._process = IndexProcess(self._lock_fd)
+            process = self.process = IndexProcess(self._lock_fd)
             request = Open(str(self.path), self._map_bytes, self._verify, self._read_only)
             try:
                 answer = process.ask(request)
@@ -194,7 +183,7 @@ class IndexClient:
 
     def _died(self, exc: IndexProcessDiedError, *, verified: bool = False) -> None:
         """Remember a death. Raises IndexDamagedError when the index is what it died of."""
-        self._process = None
+        self.process = None
         self._deaths += exc.of_the_file
         read = verified or self._read_only  # by plain calls before, which a failing disk would fail
         if exc.of_the_file and (read or self._deaths >= _DEATHS_MAX):
@@ -214,7 +203,7 @@ class IndexClient:
         return answer
 
     def _ask_once(self, request: Request) -> Answer:
-        process = self._process
+        process = self.process
         if process is None or process.ended:
             process, _ = self._start()
         try:
@@ -233,17 +222,14 @@ class IndexClient:
         kind = IndexDamagedError if answer.damaged else TierIOError
         return kind(f"{self.path}: {answer.text}")
 
-    def commit(self, changes: Commit) -> None:
-        """Make changes durable, all or none.
+    def commit(self, changes: Commit) -> bool:
+        """Make changes durable, all or none; tell whether a purge has left records.
 
         Raises TierIOError: then it is not known which, and the same commit may be tried again.
         """
-        self._ask(changes)
+        left = self._ask(changes).left
         self._deaths = 0
-
-    def purge(self, number: int, rows_max: int) -> bool:
-        """Delete records of a number that is no namespace's; tell whether there are more."""
-        return self._ask(Purge(number, rows_max)).left
+        return left
 
     def load(self, request: Load) -> None:
         """Have a namespace's records sent, for take(). Raises TierIOError."""
@@ -254,10 +240,10 @@ class IndexClient:
 
         Raises TierIOError when there are none.
         """
-        if self._process is None:
+        if self.process is None:
             raise IndexProcessDiedError("the index's process has ended", of_the_file=False)
         try:
-            message = self._process.take(wait=wait)
+            message = self.process.take(wait=wait)
         except IndexProcessDiedError as exc:
             self._died(exc)
             raise
@@ -271,6 +257,6 @@ class IndexClient:
         self._end()
 
     def _end(self) -> None:
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        if self.process is not None:
+            self.process.close()
+            self.process = None

@@ -8,7 +8,7 @@ first, and there are no circles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,63 +26,21 @@ _FIELDS = np.dtype(
 )
 
 
-class Rows:
-    """Records as they lie in the index, packed."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self.refused: list[Refused] = []  # those of a wrong size
-        self._keys: list[NDArray[np.uint8]] = []
-        self._lengths: list[NDArray[np.uint16]] = []
-        self._values: list[NDArray[np.void]] = []
-
-    def add(self, chunk: list[bytes]) -> None:
-        """Take key, value, key, value, ..."""
-        keys, values = chunk[::2], chunk[1::2]
-        if not keys:
-            return
-        if set(map(len, values)) != {VALUE.size} or min(map(len, keys)) < NUMBER.size:
-            rows = list(zip(keys, values, strict=True))
-            sound = [row for row in rows if _sound(*row)]
-            self.refused += [(row[0], NOWHERE, "foreign") for row in rows if not _sound(*row)]
-            keys, values = [key for key, _ in sound], [value for _, value in sound]
-        if not keys:
-            return
-        lengths = np.fromiter(map(len, keys), np.uint16, len(keys))
-        width = int(lengths.max())
-        if int(lengths.min()) != width:
-            keys = [key.ljust(width, b"\0") for key in keys]
-        self._keys.append(np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), width))
-        self._lengths.append(lengths)
-        self._values.append(np.frombuffer(b"".join(values), _FIELDS))
-
-    def packed(self) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.void]]:
-        """Return keys (one a row, padded), their lengths, and values; empties this."""
-        if not self._keys:
-            return np.zeros((0, 1), np.uint8), np.zeros(0, np.uint16), np.zeros(0, _FIELDS)
-        width = max(keys.shape[1] for keys in self._keys)
-        padded = [np.pad(k, ((0, 0), (0, width - k.shape[1]))) for k in self._keys]
-        self._keys.clear()
-        found = np.concatenate(padded), np.concatenate(self._lengths), np.concatenate(self._values)
-        self._lengths.clear()
-        self._values.clear()
-        return found
-
-
-def _sound(key: bytes, value: bytes) -> bool:
-    return len(key) >= NUMBER.size and len(value) == VALUE.size
-
-
 class Sorted:
     """The records of a namespace, the oldest first, and those that are refused."""
 
-    def __init__(self, number: int, slot_bytes: int, counts: Mapping[int, int], rows: Rows) -> None:
-        """counts: slots of the namespace's extents."""
-        self._number = number
-        self.refused = rows.refused
-        keys, lengths, values = rows.packed()
+    def __init__(
+        self,
+        number: int,
+        slot_bytes: int,
+        counts: Mapping[int, int],
+        chunks: Iterable[list[bytes]],
+    ) -> None:
+        """counts: slots of the namespace's extents; chunks: key, value, key, value, ..."""
+        self.refused: list[Refused] = []
+        keys, lengths, values = self._pack(chunks)
         order = np.argsort(values["generation"], kind="stable")
-        values = values[order]
+        keys, lengths, values = keys[order], lengths[order], values[order]
         causes = _causes(values, counts)
         causes[(causes == _OK) & (values["size"] != slot_bytes)] = _FOREIGN
         owners, places = _owners(values["place"], causes == _OK)
@@ -91,47 +49,62 @@ class Sorted:
         parents = _parents(values, owners, places)
         _cut_off(values["above"], parents, causes)
         good = np.flatnonzero(causes == _OK)
-        bad = np.flatnonzero(causes != _OK)
         self.refused += [
             (
-                keys[order[at], : lengths[order[at]]].tobytes(),
+                NUMBER.pack(number) + bytes(keys[at]).ljust(int(lengths[at]), b"\0"),
                 int(values["place"][at]) if holds[at] or causes[at] == _BEYOND else NOWHERE,
                 _NAMES[causes[at]],
             )
-            for at in bad
+            for at in np.flatnonzero(causes != _OK)
         ]
-        self._keys, self._lengths, self._order = keys, lengths, order[good]
         position = np.full(len(values) + 1, NO_PARENT, np.uint32)
         position[good] = np.arange(len(good), dtype=np.uint32)
+        self._keys, self._lengths, self._values = keys[good], lengths[good], values[good]
         self._parents = position[parents[good]]
-        self._values = values[good]
         inner = self._parents[self._parents != NO_PARENT]
         self._leaves = ~_flags(inner.astype(np.intp), len(good))
 
+    def _pack(
+        self, chunks: Iterable[list[bytes]]
+    ) -> tuple[NDArray[np.bytes_], NDArray[np.uint16], NDArray[np.void]]:
+        """Return keys without the namespace, padded, their lengths, and values."""
+        packed = [(np.zeros(0, "S1"), np.zeros(0, np.uint16), np.zeros(0, _FIELDS))]
+        for chunk in chunks:
+            keys, values = chunk[::2], chunk[1::2]
+            if set(map(len, values)) != {VALUE.size} or min(map(len, keys)) < NUMBER.size:
+                rows = list(zip(keys, values, strict=True))
+                sound = [row for row in rows if _sound(*row)]
+                self.refused += [(row[0], NOWHERE, "foreign") for row in rows if not _sound(*row)]
+                keys, values = [key for key, _ in sound], [value for _, value in sound]
+            names = [key[NUMBER.size :] for key in keys]
+            lengths = np.fromiter(map(len, names), np.uint16, len(names))
+            fields = np.frombuffer(bytearray().join(values), _FIELDS)
+            packed.append((np.array(names, "S"), lengths, fields))
+        keys_of, lengths_of, values_of = zip(*packed, strict=True)
+        return np.concatenate(keys_of), np.concatenate(lengths_of), np.concatenate(values_of)
+
     def __len__(self) -> int:
         """Count the records that are not refused."""
-        return len(self._order)
+        return len(self._keys)
 
     def batches(self, skip: int = 0) -> Iterator[Batch]:
         """Yield the records, without the first `skip`."""
-        head = NUMBER.size
+        width = max(1, self._keys.dtype.itemsize)
+        fields = [("key", f"S{width}"), ("length", "<u2"), ("place", "<u8"), ("parent", "<u4")]
+        fields += [("generation", "<u8"), ("sum", "<u8"), ("leaf", "?")]
         for first in range(skip, len(self), BATCH_ROWS):
             part = slice(first, first + BATCH_ROWS)
-            rows, values = self._order[part], self._values[part]
-            lengths = self._lengths[rows] - head
-            width = int(lengths.max())
-            same = int(lengths.min()) == width
-            yield Batch(
-                number=self._number,
-                width=width,
-                lengths=b"" if same else lengths.astype("<u2").tobytes(),
-                keys=self._keys[rows, head : head + width].tobytes(),
-                places=values["place"].tobytes(),
-                parents=self._parents[part].astype("<u4").tobytes(),
-                generations=values["generation"].tobytes(),
-                checksums=values["sum"].tobytes(),
-                leaves=self._leaves[part].tobytes(),
-            )
+            values = self._values[part]
+            rows = np.empty(len(values), fields)
+            rows["key"], rows["length"] = self._keys[part], self._lengths[part]
+            rows["parent"], rows["leaf"] = self._parents[part], self._leaves[part]
+            for field in ("place", "generation", "sum"):
+                rows[field] = values[field]
+            yield Batch(width, rows.tobytes())
+
+
+def _sound(key: bytes, value: bytes) -> bool:
+    return len(key) >= NUMBER.size and len(value) == VALUE.size
 
 
 _OK, _FOREIGN, _BEYOND, _UNREACHABLE = range(4)

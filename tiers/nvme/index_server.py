@@ -28,16 +28,15 @@ from tiers.nvme.messages import (
     FORMAT,
     NAMESPACE,
     NUMBER,
+    PURGE_ROWS,
     Answer,
     Commit,
     Connection,
     Done,
     Failed,
-    Load,
     Loaded,
     Open,
     Opened,
-    Purge,
     Request,
     requests,
 )
@@ -203,8 +202,9 @@ class IndexFile:
         """Return what no table has as many rows as; pages that lead in a circle would never end."""
         return self._file_bytes() // _ROW_BYTES_MIN
 
-    def commit(self, changes: Commit) -> None:
-        """Make changes durable, all or none."""
+    def commit(self, changes: Commit) -> bool:
+        """Make changes durable, all or none; tell whether a purge has left records."""
+        left = False
         with self._env.begin(write=True) as txn:
             if self._marked or changes.clean:
                 txn.put(b"format", FORMAT, db=self._meta)
@@ -219,18 +219,18 @@ class IndexFile:
                 txn.delete(NUMBER.pack(number), db=self._extents)
             for key, value in changes.puts:
                 txn.put(key, value, db=self._blocks)
+            if changes.purge is not None:
+                left = self._purge(txn.cursor(self._blocks), changes.purge)
         self._marked = changes.clean
+        return left
 
-    def purge(self, number: int, rows_max: int) -> bool:
-        """Delete records of a namespace; tell whether there are more."""
-        with self._env.begin(write=True) as txn:
-            cursor = txn.cursor(self._blocks)
-            there = cursor.set_range(NUMBER.pack(number).rstrip(b"\0"))
-            for _ in range(rows_max):
-                if not there or _number_of(cursor.key()) != number:
-                    return False
-                cursor.delete()
-                there = bool(cursor.key())  # it stands at the next one, if there is any
+    def _purge(self, cursor: lmdb.Cursor, number: int) -> bool:
+        there = cursor.set_range(NUMBER.pack(number).rstrip(b"\0"))
+        for _ in range(PURGE_ROWS):
+            if not there or _number_of(bytes(cursor.key())) != number:
+                return False
+            cursor.delete()
+            there = bool(cursor.key())  # it stands at the next one, if there is any
         return True
 
     def rows(self, number: int) -> Iterator[list[bytes]]:
@@ -303,7 +303,6 @@ class IndexServer:
     """Does what requests say, on one file."""
 
     def __init__(self) -> None:
-        """Without a file: Open comes first."""
         self.file: IndexFile | None = None
         self.lock_fd = -1  # kept until this process ends
         self.broken = False  # LMDB takes no more writes after one that failed
@@ -316,13 +315,16 @@ class IndexServer:
             elif self.file is None:
                 yield Failed("the index is not open")
             elif isinstance(request, Commit):
-                self.file.commit(request)
-                yield Done()
-            elif isinstance(request, Purge):
-                yield Done(left=self.file.purge(request.number, request.rows_max))
+                yield Done(left=self.file.commit(request))
             else:
                 yield Done()
-                yield from _load(self.file, request)
+                # It takes as long as all else here, and a store that starts empty needs none of it.
+                from tiers.nvme.index_load import Sorted  # noqa: PLC0415
+
+                chunks = self.file.rows(request.number)
+                found = Sorted(request.number, request.slot_bytes, request.counts, chunks)
+                yield from found.batches(request.skip)
+                yield Loaded(found.refused)
         except _ERRORS as exc:
             self.broken = True
             yield failed(exc)
@@ -337,21 +339,7 @@ class IndexServer:
         namespaces, extents = file.tables()
         numbers = {number for number, _ in namespaces.values()}
         following = max([*numbers, file.last_number]) + 1
-        strays = file.strays(numbers)
-        return Opened(file.new, file.clean, following, strays, namespaces, extents)
-
-
-def _load(file: IndexFile, request: Load) -> Iterator[Answer]:
-    """Yield the records of a namespace."""
-    # It takes as long as all else here, and a store that starts empty needs none of it.
-    from tiers.nvme.index_load import Rows, Sorted  # noqa: PLC0415
-
-    rows = Rows()
-    for chunk in file.rows(request.number):
-        rows.add(chunk)
-    found = Sorted(request.number, request.slot_bytes, request.counts, rows)
-    yield from found.batches(request.skip)
-    yield Loaded(request.number, found.refused)
+        return Opened(file.new, file.clean, following, file.strays(numbers), namespaces, extents)
 
 
 def failed(exc: Exception) -> Failed:
@@ -361,14 +349,6 @@ def failed(exc: Exception) -> Failed:
         damaged=is_damage(exc),
         format=isinstance(exc, OtherFormatError),
     )
-
-
-def serve(store: Connection[Request]) -> None:
-    """Answer requests until there are no more, or one has failed."""
-    server = IndexServer()
-    while not server.broken:
-        for answer in server.answers(store.receive()):
-            store.send(answer)
 
 
 def end_with(fd: int) -> None:
@@ -385,8 +365,11 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     end = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=end_with, args=(end.fileno(),), daemon=True).start()
+    store, server = Connection(end, requests), IndexServer()
     with contextlib.suppress(EOFError, OSError):  # the store is ending
-        serve(Connection(end, requests))
+        while not server.broken:
+            for answer in server.answers(store.receive()):
+                store.send(answer)
     return 0
 
 

@@ -29,10 +29,14 @@ NOWHERE = (1 << 64) - 1
 NO_PARENT = (1 << 32) - 1
 RECORD_BYTES = 512  # of the index file for each block, with room for half-full pages
 FOLDER = "index"
+PURGE_ROWS = 10_000  # of one commit
 
 
 class Commit(msgspec.Struct, tag=True):
-    """Make changes durable, all or none. The index is in order only after one that is clean."""
+    """Make changes durable, all or none. The index is in order only after one that is clean.
+
+    purge: a namespace that is in no table any more, of which to delete up to PURGE_ROWS records.
+    """
 
     deletes: list[bytes] = []
     puts: list[tuple[bytes, bytes]] = []
@@ -40,6 +44,7 @@ class Commit(msgspec.Struct, tag=True):
     extents: list[tuple[int, int]] = []  # number, namespace
     extents_gone: list[int] = []
     clean: bool = False
+    purge: int | None = None
 
 
 class Open(msgspec.Struct, tag=True):
@@ -70,13 +75,6 @@ class Opened(msgspec.Struct, tag=True):
     extents: dict[int, int]  # number -> namespace
 
 
-class Purge(msgspec.Struct, tag=True):
-    """Delete up to rows_max records of a namespace that is in no table any more."""
-
-    number: int
-    rows_max: int
-
-
 class Load(msgspec.Struct, tag=True):
     """Send the records of a namespace, without the first `skip`. counts: slots of its extents."""
 
@@ -87,7 +85,7 @@ class Load(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """It is done, or begun. left: whether a Purge has left records."""
+    """It is done, or begun. left: whether a purge has left records."""
 
     left: bool = False
 
@@ -101,22 +99,10 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Batch(msgspec.Struct, tag=True):
-    """Records of one namespace, parents first, the oldest first; numbers are little-endian.
+    """Records of one namespace, parents first, the oldest first: rows of row_format(width)."""
 
-    keys are `width` bytes each, padded; lengths (u16) says how long they are where these differ.
-    parents (u32) are positions in the namespace's records, NO_PARENT for a root. leaves (u8) says
-    which ones nothing hangs below.
-    """
-
-    number: int
     width: int
-    lengths: bytes
-    keys: bytes
-    places: bytes  # u64, as generations and checksums
-    parents: bytes
-    generations: bytes
-    checksums: bytes
-    leaves: bytes
+    rows: bytes
 
 
 class Loaded(msgspec.Struct, tag=True):
@@ -125,11 +111,19 @@ class Loaded(msgspec.Struct, tag=True):
     place: the slot that the record's deletion makes free, one beyond the end, or NOWHERE.
     """
 
-    number: int
     refused: list[tuple[bytes, int, str]]
 
 
-Request = Open | Commit | Purge | Load
+def row_format(width: int) -> str:
+    """Return a record's struct: key (padded), its length, place, parent, generation, sum, leaf.
+
+    The parent is a position in the namespace's records, NO_PARENT for a root; below a leaf hangs
+    nothing.
+    """
+    return f"<{width}sHQIQQ?"
+
+
+Request = Open | Commit | Load
 Answer = Opened | Done | Failed | Batch | Loaded
 M = TypeVar("M")
 
@@ -159,22 +153,17 @@ class Connection(Generic[M]):
         Raises EOFError when the other end is closed, OSError, and BlockingIOError with
         MSG_DONTWAIT when it is not there yet.
         """
-        while (body := self._take_body()) is None:
+        buffer, end = self._buffer, NUMBER.size
+        while len(buffer) < end or len(buffer) < (
+            end := NUMBER.size + NUMBER.unpack_from(buffer)[0]
+        ):
             data = self._end.recv(_READ_BYTES, flags)
             if not data:
                 raise EOFError
-            self._buffer += data
+            buffer += data
+        body = bytes(memoryview(buffer)[NUMBER.size : end])
+        del buffer[:end]
         return self._decoder.decode(body)
-
-    def _take_body(self) -> bytes | None:
-        if len(self._buffer) < NUMBER.size:
-            return None
-        end = NUMBER.size + NUMBER.unpack_from(self._buffer)[0]
-        if len(self._buffer) < end:
-            return None
-        body = bytes(memoryview(self._buffer)[NUMBER.size : end])
-        del self._buffer[:end]
-        return body
 
     def close(self) -> None:
         """Close this end; safe to call twice."""

@@ -12,6 +12,7 @@ with all its extents, and what the index file has under the old one means nothin
 from __future__ import annotations
 
 import struct
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import islice
@@ -22,13 +23,154 @@ import xxhash
 from kvstore.core.errors import check
 from kvstore.core.index import State
 from kvstore.core.types import BlockKey, Slot
+from tiers.nvme.files import ExtentFile, stride_of
 from tiers.nvme.index import DiskIndex, Durable, Record
-from tiers.nvme.messages import NAMESPACE, NO_PARENT, NOWHERE, NUMBER, VALUE, Batch
-from tiers.nvme.places import POSITION, SLICE, ExtentSlots
+from tiers.nvme.messages import (
+    NAMESPACE,
+    NO_PARENT,
+    NOWHERE,
+    NUMBER,
+    RECORD_BYTES,
+    VALUE,
+    Batch,
+    row_format,
+)
 
+POSITION = 0xFFFFFFFF  # in a place: extent << 32 | position
+SLICE = 1 << 14  # slots looked at
 _CHECKED = struct.Struct("<QQ")  # generation, payload bytes
 _DROPS_MAX = 2048  # of one call
 _SUM_ALIGN = 64  # XXH3 takes a sixth longer over a page that it meets between two cache lines
+
+
+def cost(extent_bytes: int, slot_bytes: int) -> int:
+    """Bytes on disk of an extent, and of the index entries that its blocks can have."""
+    return extent_bytes + extent_bytes // stride_of(slot_bytes) * RECORD_BYTES
+
+
+class ExtentSlots:
+    """Slots by extent; a place is an extent's number and a position in it."""
+
+    def __init__(self) -> None:
+        self.extents: dict[int, ExtentFile] = {}
+        self.free = 0  # slots that can be taken
+        self.held: dict[int, list[Record | None]] = {}  # by extent and position
+        self.newest: dict[int, int] = {}  # extent -> generation of what it was last given
+        self.pins: Counter[int] = Counter()  # extent -> pins of its records
+        self.retiring: set[int] = set()  # extents on their way out
+        self.cleared: set[int] = set()  # extents with nothing in them but for pins
+        self._free: dict[int, array[int]] = {}  # positions by extent; the last is taken next
+        self._used: Counter[int] = Counter()  # extent -> places in use
+        self._doubtful: set[int] = set()  # places of writes that failed, until they are free
+
+    @property
+    def total(self) -> int:
+        """Count the slots of all extents that are not being retired."""
+        return sum(f.count for n, f in self.extents.items() if n not in self.retiring)
+
+    def add_extent(self, number: int, file: ExtentFile) -> None:
+        """Use a new, empty extent."""
+        self.extents[number] = file
+        self.open_extent(number)
+
+    def open_extent(self, number: int) -> None:
+        """Have all slots of an extent free."""
+        count = self.extents[number].count
+        self.held[number] = [None] * count
+        self._used[number] = 0
+        self._free[number] = array("I", range(count - 1, -1, -1))
+        self.free += count
+
+    def take_places(self, count: int) -> list[int]:
+        """Take up to count free slots, neighbours together."""
+        taken: list[int] = []
+        while len(taken) < count and self._free:
+            number, free = next(iter(self._free.items()))
+            part = free[-(count - len(taken)) :]
+            del free[len(free) - len(part) :]
+            if not free:
+                del self._free[number]
+            self._used[number] += len(part)
+            taken += [number << 32 | position for position in part]
+        self.free -= len(taken)
+        return sorted(taken)
+
+    def give_back(self, place: int) -> None:
+        """Free a slot that no record has."""
+        extent, position = place >> 32, place & POSITION
+        self._used[extent] -= 1
+        self.held[extent][position] = None
+        if extent not in self.retiring:
+            free = self._free.setdefault(extent, array("I"))
+            if place in self._doubtful:  # a bad sector would fail the next write, too
+                self._doubtful.discard(place)
+                free.insert(0, position)
+            else:
+                free.append(position)
+            self.free += 1
+
+    def withdraw(self, number: int) -> None:
+        """Take no slot of an extent any more; it goes when its last one is free."""
+        self.retiring.add(number)
+        self.free -= len(self._free.pop(number, ()))
+
+    def vacate(self) -> None:
+        """Have nothing in any extent; none has a free slot before open_extent()."""
+        self.cleared = set(self.extents)
+        self._free, self.free = {}, 0
+        self._used.clear()
+        self.newest.clear()
+
+    def expect(self) -> None:
+        """Have all slots be what held says; none is free before free_rest()."""
+        self.held = {number: [None] * count for number, count in self.slot_counts.items()}
+
+    def free_rest(self) -> Iterator[None]:
+        """Have the slots free that nothing is held in. Yields now and then."""
+        for number, held in self.held.items():
+            free = array("I")
+            for end in range(len(held), 0, -SLICE):
+                part = range(end - 1, max(0, end - SLICE) - 1, -1)
+                free.extend(position for position in part if held[position] is None)
+                yield
+            self._used[number] = len(held) - len(free)
+            if free and number not in self.retiring:
+                self._free[number] = free
+                self.free += len(free)
+
+    @property
+    def slot_counts(self) -> dict[int, int]:
+        """Slots of each extent."""
+        return {number: file.count for number, file in self.extents.items()}
+
+    def take_retired(self) -> list[tuple[int, ExtentFile]]:
+        """Take out and return the extents that are empty now."""
+        empty = [
+            number
+            for number in self.retiring
+            if not self._used[number] and not self.pins[number] and number not in self.cleared
+        ]
+        self.retiring.difference_update(empty)
+        for number in empty:
+            self.held.pop(number, None)
+            self.newest.pop(number, None)
+        return [(number, self.extents.pop(number)) for number in empty]
+
+    def coldest(self) -> int | None:
+        """Return the extent that was given nothing for the longest time, to be retired."""
+        numbers = (number for number in self.extents if number not in self.retiring)
+        return min(numbers, key=lambda number: self.newest.get(number, 0), default=None)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all extents, with the index entries that their blocks can have."""
+        return sum(cost(file.bytes, file.slot_bytes) for file in self.extents.values())
+
+    @property
+    def retiring_bytes(self) -> int:
+        """Those of them that are on their way out."""
+        files = [self.extents[number] for number in self.retiring]
+        return sum(cost(file.bytes, file.slot_bytes) for file in files)
 
 
 class DiskNamespace(ExtentSlots):
@@ -80,7 +222,7 @@ class DiskNamespace(ExtentSlots):
             self.index.ready(record)
             self.to_put.append(record)
         elif record.state is not State.DROPPED:
-            self.doubt(record.slot)
+            self._doubtful.add(record.slot)
             self.drop(record, "failed")
         self.unpin(record)
 
@@ -335,21 +477,14 @@ class Loading:
 
     def take(self, batch: Batch) -> int:
         """Take in records, parents first; return the newest's generation."""
-        keys = [key for (key,) in struct.iter_unpack(f"{batch.width}s", batch.keys)]
-        if batch.lengths:
-            lengths = memoryview(batch.lengths).cast("H")
-            keys = [key[:length] for key, length in zip(keys, lengths, strict=True)]
-        places = cast("list[Slot]", memoryview(batch.places).cast("Q").tolist())
-        parents = memoryview(batch.parents).cast("I").tolist()
-        sums = memoryview(batch.checksums).cast("Q").tolist()
-        ages = memoryview(batch.generations).cast("Q").tolist()
         space, loaded = self._space, self.loaded
         held, newest = space.held, space.newest
         ready, dropped, durable = State.READY, State.DROPPED, Durable.YES
         insert, touch = space.index.insert, space.index.order.touch
-        for key, place, above, generation, checksum, leaf in zip(
-            keys, places, parents, ages, sums, batch.leaves, strict=True
+        for padded, length, place, above, generation, checksum, leaf in struct.iter_unpack(
+            row_format(batch.width), batch.rows
         ):
+            key = padded[:length]
             parent = None if above == NO_PARENT else loaded[above]
             record = Record(key, parent, place, generation, checksum, ready, durable)
             loaded.append(record)
@@ -365,7 +500,7 @@ class Loading:
             insert(record, parent)
             if leaf:  # the others enter the order when they have become leaves
                 touch(record)
-        return ages[-1]
+        return int(generation)
 
     def refuse(self, refused: list[tuple[bytes, int, str]]) -> None:
         """Have rows that stand for nothing taken out of the index file: key there, place, cause."""

@@ -3,10 +3,14 @@
 The tables are read at once. The records come namespace by namespace, in slices, so that the tier
 serves meanwhile what is there. Should the process that sends them end, they go on from where they
 were. Only an index that is damaged beyond doubt is set aside, and the tier starts empty.
+
+A tier that was off comes back the way a store starts: the directory is locked, the index opened,
+and all its records are read and checked. What was not durable when it went off is lost.
 """
 
 from __future__ import annotations
 
+import enum
 import gc
 import logging
 import shutil
@@ -14,14 +18,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore.core.errors import TierIOError
+from tiers.nvme.block_io import TaskThread
 from tiers.nvme.directory import Directory
 from tiers.nvme.files import stride_of
 from tiers.nvme.index_client import IndexClient, IndexDamagedError, IndexProcessDiedError
-from tiers.nvme.maintenance import TaskThread
 from tiers.nvme.messages import FOLDER, Commit, Load, Loaded
 from tiers.nvme.namespace import DiskNamespace, Loading
+
+if TYPE_CHECKING:
+    from tiers.nvme.disk import NvmeDisk
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +54,6 @@ class Startup:
     """The index file and the namespaces of one directory, from its start on."""
 
     def __init__(self, volume: Directory, capacity_bytes: int) -> None:
-        """Nothing is read before open()."""
         self._volume = volume
         self._blocks_max = blocks_max_of(capacity_bytes)
         self.spaces: dict[str, DiskNamespace] = {}
@@ -224,3 +231,111 @@ def set_aside(folder: Path) -> Path:
         kept = kept.with_name(f"{kept.name}.{number}")
     shutil.move(folder / FOLDER, kept)
     return kept
+
+
+class Phase(enum.Enum):
+    """Where a tier is: with its directory open or closed, or on its way between these."""
+
+    OPEN = "open"
+    LEAVING = "leaving"
+    AWAY = "away"
+    RETURNING = "returning"
+    MENDING = "mending"
+
+
+class Remount:
+    """Closes the directory while the tier is off, opens it again, and mends what was read-only.
+
+        OPEN --off--> LEAVING --all closed--> AWAY --time to look--> RETURNING --works--> OPEN
+                                               ^------------------------+ does not
+        OPEN --read-only, time to try--> MENDING --> OPEN
+
+    One thing at a time, on the keeper's thread, after what is under way there.
+    """
+
+    def __init__(self, disk: NvmeDisk) -> None:
+        self.phase = Phase.OPEN
+        self._disk = disk
+
+    @property
+    def at_home(self) -> bool:
+        """Tell whether the directory is open, and stays open."""
+        return self.phase in (Phase.OPEN, Phase.MENDING)
+
+    def step(self, now_s: float, *, writing: int, stalled: bool) -> None:
+        """Go on. writing: calls that write blocks; stalled: calls hang, so trying is no use."""
+        health = self._disk.health
+        if self.phase is Phase.OPEN and not health.online:
+            self._leave()
+        elif stalled or not health.due(now_s):
+            return
+        elif self.phase is Phase.AWAY and writing:  # it could reach a slot that was given anew
+            health.not_yet("writes hang", now_s)
+        elif self.phase is Phase.AWAY:
+            self._return()
+        elif self.phase is Phase.OPEN and not health.writable:
+            self._mend()
+
+    def _leave(self) -> None:
+        disk, self.phase = self._disk, Phase.LEAVING
+        closing = disk.opening.closing()
+
+        def leave() -> None:
+            closing()
+            disk.volume.close()
+
+        def left(error: Exception | None, now_s: float) -> None:
+            self.phase = Phase.AWAY
+            if error is not None:
+                disk.health.not_yet(str(error), now_s)
+
+        disk.keeper.submit(leave, left)
+
+    def _return(self) -> None:
+        disk, self.phase = self._disk, Phase.RETURNING
+        fresh = Startup(disk.volume, disk.capacity_bytes)
+        damage = disk.opening.damage
+
+        def open_again() -> None:
+            disk.volume.open_again()
+            with disk.volume.or_close():
+                fresh.open(damage)
+
+        def returned(error: Exception | None, now_s: float) -> None:
+            if error is not None:
+                self.phase = Phase.AWAY
+                disk.health.not_yet(str(error), now_s)
+                return
+            self.phase = Phase.OPEN
+            disk.replace(fresh)
+            disk.health.back(now_s)
+
+        disk.keeper.submit(open_again, returned)
+
+    def _mend(self) -> None:
+        """Try to write, and remove what could not be. The index has another process by itself."""
+        disk, self.phase = self._disk, Phase.MENDING
+        stuck, known = disk.room.stuck, disk.room.known
+
+        def mend() -> None:
+            if disk.volume.look().read_only:
+                raise TierIOError("the file system is mounted read-only")
+            disk.volume.try_write()
+            if disk.opening.loading:
+                return
+            if stuck:
+                disk.opening.index_client.commit(Commit(extents_gone=stuck))
+            disk.volume.sweep(known)
+
+        def mended(error: Exception | None, now_s: float) -> None:
+            self.phase = Phase.OPEN
+            if isinstance(error, IndexDamagedError):
+                disk.write_failed("removing extents", error, now_s)
+            elif error is not None:
+                disk.health.not_yet(str(error), now_s)
+            else:
+                disk.room.swept(stuck)
+                if disk.health.online:
+                    disk.health.back(now_s)
+
+        disk.keeper.submit(mend, mended)

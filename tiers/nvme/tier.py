@@ -56,7 +56,6 @@ class NvmeTier:
     """One namespace's view of the disk."""
 
     def __init__(self, context: TierContext, space: DiskNamespace, disk: NvmeDisk) -> None:
-        """Made by NvmeDisk.tier()."""
         self.name = context.name
         self.space = space
         space.attached += 1
@@ -202,7 +201,7 @@ class NvmeTier:
         if not self._disk.writable:
             work.error, work.next = TierIOError("the tier is read-only now"), len(job.keys)
             return True
-        if space.free < left and not self._disk.make_room(space, left):
+        if space.free < left and not self._disk.room.make(space, left):
             if space.free == 0:
                 work.error, work.next = TierFull("no slot can be freed"), len(job.keys)
                 return True
