@@ -180,19 +180,18 @@ def decode(
     computed_there: int,
     geometry: Geometry = ONE_GROUP,
     present: tuple[list[int], ...] = (),
-) -> tuple[Script, Request, p.Lookup | None]:
+) -> tuple[Script, Request, p.Lookup]:
     """A request whose prompt was computed elsewhere is looked up; present: by group."""
     script, request = Script(geometry), Request("d", tokens, hash_tokens=geometry.hash_tokens)
     script.half.on_new_request(request, given(computed_there))
-    lookups = script.lookups()
+    (lookup,) = script.lookups()
     if present:
-        script.answer(lookups[0].ask, *present, sources={"peer": len(present[0])})
-    return script, request, lookups[0] if lookups else None
+        script.answer(lookup.ask, *present, sources={"peer": len(present[0])})
+    return script, request, lookup
 
 
 def test_B6_all_tokens_of_a_prompt_are_announced_the_tail_included() -> None:
     script, request, lookup = decode(40, 40, present=([0, 1, 2],))
-    assert lookup is not None
     assert lookup.hashes == b"".join([*request.block_hashes, tail_hash(ONE_GROUP, request, 40)])
     assert (lookup.peer, lookup.request, lookup.inside) == ("10.0.0.7:9500", "p", 8)
     assert script.matched(request) == (40, True)
@@ -222,7 +221,6 @@ def test_B6_a_token_that_is_computed_in_any_case_is_not_loaded_alone() -> None:
 def test_B6_what_is_there_is_loaded(tokens: int, present: list[int], matched: int) -> None:
     """A prompt without its tail, one that ends with a block, one shorter than that."""
     script, request, lookup = decode(tokens, tokens, present=(present,))
-    assert lookup is not None
     assert lookup.hashes.startswith(b"".join(request.block_hashes))
     assert (len(lookup.hashes) // 32, lookup.inside) == (-(-tokens // BLOCK), tokens % BLOCK)
     assert script.matched(request) == (matched, True)
@@ -241,7 +239,6 @@ def test_B6_parts_of_a_tail_that_have_no_tokens_are_not_filled() -> None:
 def test_a_tail_is_asked_for_where_it_is_of_this_prompt(there: int, asked: int) -> None:
     """Computed there: less than all but one token, or more than there are: another prompt."""
     _, _, lookup = decode(40, there)
-    assert lookup is not None
     assert len(lookup.hashes) // 32 == asked
     assert lookup.inside == (there % BLOCK if asked == 3 else 0)
 
@@ -286,7 +283,6 @@ def test_B4_a_window_that_lacks_its_first_block_ends_before_the_tail() -> None:
 
 def test_B4_a_window_of_a_prompt_that_ends_with_a_block() -> None:
     script, request, lookup = decode(64, 64, WINDOW, ([0, 1, 2, 3], [1, 2, 3]))
-    assert lookup is not None
     assert (lookup.hashes, lookup.inside) == (b"".join(request.block_hashes), 15)
     assert script.matched(request) == (63, True)
     (job,) = script.load(request, [[1, 2, 3, 4], [0, 6, 7, 8]]).loads
@@ -295,7 +291,6 @@ def test_B4_a_window_of_a_prompt_that_ends_with_a_block() -> None:
 
 def test_B5_of_a_model_with_states_all_tokens_but_the_last_are_announced() -> None:
     script, request, lookup = decode(40, 39, STATES, ([0, 1, 2], [1, 2]))
-    assert lookup is not None
     assert lookup.hashes[-32:] == tail_hash(STATES, request, 39)
     assert script.matched(request) == (39, True)
     (job,) = script.load(request, [[1, 2, 3], [0, 0, 9]]).loads
@@ -306,7 +301,6 @@ def test_B5_of_a_model_with_states_all_tokens_but_the_last_are_announced() -> No
 def test_B5_a_prompt_that_ends_with_a_block_ends_before_it() -> None:
     """Its last block has a hash, which names a state that is one token further."""
     script, request, lookup = decode(48, 47, STATES, ([0, 1, 2], [2]))
-    assert lookup is not None
     assert lookup.hashes == b"".join([*request.block_hashes[:2], tail_hash(STATES, request, 47)])
     assert script.matched(request) == (47, True)
 
@@ -314,21 +308,20 @@ def test_B5_a_prompt_that_ends_with_a_block_ends_before_it() -> None:
 def test_B5_a_state_of_another_length_is_not_asked_for() -> None:
     """Nobody left out the last token there."""
     _, request, lookup = decode(40, 40, STATES)
-    assert lookup is not None
     assert lookup.hashes == b"".join(request.block_hashes)
 
 
 def test_B5_a_state_at_a_blocks_end_is_an_ordinary_one() -> None:
     script, request, lookup = decode(33, 32, STATES, ([0, 1], [1]))
-    assert lookup is not None
     assert (lookup.hashes, lookup.inside) == (b"".join(request.block_hashes), 0)
     assert script.matched(request) == (32, True)
 
 
 @pytest.mark.parametrize("geometry", [ONE_GROUP, WINDOW, STATES])
 def test_B5_a_prompt_of_one_token_is_left_alone(geometry: Geometry) -> None:
-    script, request, lookup = decode(1, 1, geometry)
-    assert lookup is None
+    script, request = Script(geometry), Request("d", 1)
+    script.half.on_new_request(request, given(1))
+    assert script.lookups() == []
     assert script.matched(request) == (0, False)
 
 
