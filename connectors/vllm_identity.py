@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 
 from connectors.vllm_length import decided_by_length
 from connectors.vllm_private import values_of
-from connectors.weights import UnnamedError, digest_of, fingerprint
+from connectors.weights import UnnamedError, code_fingerprint, digest_of, fingerprint
 from kvstore.core.layout import TRAIT_DIGITS
 
 TRAIT_CHARACTERS = 100  # of one fact as others are told it
@@ -131,12 +133,31 @@ def _model(model: Any, load: Any, lengths: tuple[int, ...]) -> tuple[dict[str, A
         **_fields(load, "load_config"),
     }
     try:
+        facts["code"] += _code_of(code)
         facts["weights"] = weights_of(model, load)
         facts["images"] = _images(model.multimodal_config)
         facts["lengths"] = [decided_by_length(model, code, length) for length in lengths]
     except UnnamedError as exc:
         return facts, str(exc)
     return facts, ""
+
+
+def _code_of(code: type) -> str:
+    """Digest the code of a model that is not vLLM's own, whose version is a trait of its own.
+
+    Raises UnnamedError where it cannot be read.
+    """
+    package = code.__module__.partition(".")[0]
+    if package == "vllm":
+        return ""
+    try:
+        file = Path(inspect.getfile(code))
+    except (OSError, TypeError) as exc:
+        raise UnnamedError(f"the code of {code.__qualname__} is in no file: {exc}") from exc
+    if "." in code.__module__:
+        top = Path(getattr(sys.modules.get(package), "__file__", None) or "").parent
+        file = top if file.is_relative_to(top) else file.parent
+    return f" {code_fingerprint(file)}"
 
 
 def _drafter(speculative: Any, load: Any, length: int) -> tuple[dict[str, Any] | None, str]:

@@ -56,6 +56,19 @@ def fingerprint(place: Path, memory: Path | None) -> str:
             digests = _digests([file for _, file in files], known)
     except OSError as exc:
         raise UnnamedError(f"{exc.filename or place}: {exc.strerror}") from exc
+    return _whole(files, digests)
+
+
+def code_fingerprint(place: Path) -> str:
+    """Digest the Python files in a folder, or a single one. Raises UnnamedError."""
+    try:
+        files = [(name, file) for name, file in _files(place) if file.suffix == CODE]
+    except OSError as exc:
+        raise UnnamedError(f"{exc.filename or place}: {exc.strerror}") from exc
+    return _whole(files, [digest_of(file) for _, file in files])
+
+
+def _whole(files: list[tuple[str, Path]], digests: list[str]) -> str:
     whole = hashlib.sha256()
     for (name, _), digest in zip(files, digests, strict=True):
         whole.update(json.dumps([name, digest]).encode())

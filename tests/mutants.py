@@ -149,7 +149,12 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "store -k S2_a_lookup_has",
             "if blocks > limits.LOOKUP_BLOCKS_MAX:",
         ),
-        ("store -k S2_lookups_that_wait", "if len(session.asks) >= limits.ASKS_MAX:"),
+        ("store -k S2_lookups_that_wait", " > limits.ASKED_BYTES_MAX", " > 1 << 62"),
+        (
+            "store -k S2_lookups_that_wait",
+            "session.asked_bytes += len(lookup.hashes)",
+        ),
+        ("store -k S2_lookups_that_wait", "len(session.asks) >= limits.ASKS_MAX", "False"),
         (
             "store store_blocks -k O20_leases_are_capped",
             "return pinned > 0 and leased > self._engine.leased_bytes",

@@ -346,11 +346,12 @@ def test_S2_a_lookup_has_a_limit_of_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     assert not good.detached
 
 
+@pytest.mark.parametrize("limit", ["ASKS_MAX", "ASKED_BYTES_MAX"])
 def test_S2_lookups_that_wait_have_a_limit_and_the_next_is_answered_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(limits, "ASKS_MAX", 1)
     town, engine, chain, _ = pending_town()
+    monkeypatch.setattr(limits, limit, 1 if limit == "ASKS_MAX" else sum(map(len, chain)))
     first, second = engine.ask(chain), engine.ask(chain)
     town.tick()
     engine.pump()

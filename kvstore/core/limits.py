@@ -38,6 +38,7 @@ STEP_ITEMS_MAX = 1 << 16  # requests that one step speaks of
 STORED_MAX = 1 << 16  # blocks that one message reports
 WORDS_BYTES_MAX = 8 << 20  # of one array of numbers
 ASKS_MAX = 1 << 14  # lookups of one engine that wait; the next ones are answered at once
+ASKED_BYTES_MAX = 256 << 20  # of their hashes
 REQUESTS_MAX = 1 << 16  # requests that run for others, or are held for them
 LEASE_MS_MAX = 86_400_000  # a day
 KINDS_MAX = 64  # names that one message counts under

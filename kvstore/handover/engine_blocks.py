@@ -28,7 +28,7 @@ from tiers.cpu import GENERATION_BYTES, CpuExtent
 
 _said = RateLog(logging.getLogger(__name__))  # of all namespaces
 
-BLOCKS_MAX = 1 << 24  # of one engine
+BLOCKS_MAX = 1 << 22  # of one engine: 67 million tokens in blocks of 16, 16 MiB of counters
 
 
 class Resident(msgspec.Struct, frozen=True):

@@ -134,9 +134,13 @@ class Lookups:
             found = self._settled(ask)
             if found is not None or now_ns >= ask.deadline_ns:
                 return self._answer(session, ask, now_ns, found)
-        if len(session.asks) >= limits.ASKS_MAX:
+        if (
+            len(session.asks) >= limits.ASKS_MAX
+            or session.asked_bytes + len(lookup.hashes) > limits.ASKED_BYTES_MAX
+        ):
             return self._answer(session, ask, now_ns)
         session.asks[ask.ask] = ask
+        session.asked_bytes += len(lookup.hashes)
         return None
 
     def _ask_peer(self, peers: Peers, ask: Ask, lookup: p.Lookup, *, direct: bool) -> None:
@@ -269,6 +273,7 @@ class Lookups:
             found = self._settled(ask)  # which may move the deadline
             if found is not None or now_ns >= ask.deadline_ns:
                 del session.asks[ask.ask]
+                session.asked_bytes -= len(ask.chain.packed)
                 answers.append(self._answer(session, ask, now_ns, found))
             else:
                 # A look costs its length: the longer it has waited, the less often.
@@ -359,6 +364,7 @@ class Lookups:
         for ask in session.asks.values():
             self._let_go(ask)
         session.asks.clear()
+        session.asked_bytes = 0
 
     # Leases that are loaded
 

@@ -103,6 +103,7 @@ class Session(msgspec.Struct, eq=False):
     fetches: dict[LeaseId, int] = {}  # lease -> what workers read of a peer for it
     readers: set[int] = set()  # ranks that can
     asks: dict[int, Ask] = {}
+    asked_bytes: int = 0  # of the hashes of asks
     news: News = msgspec.field(default_factory=News)
 
     def connections(self) -> list[int]:

@@ -474,3 +474,34 @@ def test_B3_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     before = fingerprint(folder, memory)
     assert len(json.loads((memory / "weights.json").read_text())) == 3
     assert fingerprint(folder, memory) == before
+
+
+def test_O22_another_version_of_a_plug_ins_model_code_is_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class keeps its name; what it computes is in its package's files."""
+    import importlib
+    import sys
+
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    from connectors.vllm_identity import _code_of
+
+    package = tmp_path / "plug_in_of_a_test"
+    (package / "models").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "ops.py").write_text("SCALE = 1\n")
+    (package / "models" / "__init__.py").write_text("class Model: ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        model = importlib.import_module("plug_in_of_a_test.models").Model
+        before = _code_of(model)
+        assert _code_of(model) == before != ""
+        (package / "ops.py").write_text("SCALE = 2\n")
+        assert _code_of(model) != before
+    finally:
+        for name in ("plug_in_of_a_test", "plug_in_of_a_test.models"):
+            sys.modules.pop(name, None)
+    with pytest.raises(UnnamedError, match="the code of Nowhere is in no file"):
+        _code_of(type("Nowhere", (), {"__module__": "made_up"}))
+    assert _code_of(LlamaForCausalLM) == "", "vLLM's version is a trait of its own"
