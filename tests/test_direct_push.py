@@ -154,7 +154,7 @@ def test_B13_direct_parts_that_are_not_wanted_are_not_written() -> None:
 def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() -> None:
     pair, chain = stored(1)
     held: list[tuple[Part, SlotFill]] = []
-    pair.fill = lambda part, fill: held.append((part, fill))  # type: ignore[method-assign]
+    pair.moves.fill = lambda part, fill: held.append((part, fill))  # type: ignore[method-assign]
     number = claimed(pair, chain)
     pair.name(number, {0: [10]})
     pair.run(5)
@@ -174,7 +174,7 @@ def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() 
 def test_B20_direct_a_write_that_fails_ends_all_of_its_want() -> None:
     """Its load has failed, and nobody says where its other blocks go."""
     pair, chain = stored(3)
-    pair.fail = 1.0
+    pair.moves.fails = 1.0
     number = claimed(pair, chain)
     pair.name(number, {0: [10]})
     pair.run(10)
@@ -192,7 +192,7 @@ def test_B20_direct_a_peer_that_was_told_to_stop_says_when_it_writes_no_more(
     """It was not told where the third block goes, and keeps that neither."""
     pair, chain = stored(3)
     held: list[Part] = []
-    pair.fill = lambda part, fill: held.append(part)  # type: ignore[method-assign] # noqa: ARG005
+    pair.moves.fill = lambda part, fill: held.append(part)  # type: ignore[method-assign] # noqa: ARG005
     number = claimed(pair, chain)
     pair.name(number, {0: [10], 1: [11]})
     pair.run(5)
@@ -234,7 +234,7 @@ def test_L1_direct_many_blocks_are_written_some_at_a_time(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("how", ["lost", "late", "let go", "lease", "exporter"])
 def test_B20_direct_what_a_peer_may_still_write_is_told_so(how: str) -> None:
     pair, chain = stored(3)
-    pair.fill = lambda *_: None  # type: ignore[method-assign] # its writes do not end
+    pair.moves.fill = lambda *_: None  # type: ignore[method-assign] # its writes do not end
     number = claimed(pair, chain)
     pair.name(number, {0: [10], 1: [11]})
     pair.run(5)

@@ -35,7 +35,7 @@ def test_what_a_peer_does_not_answer_in_time_is_a_miss() -> None:
 @pytest.mark.parametrize("push", [False, True])
 def test_B19_a_block_with_another_sum_is_not_ready_and_ends_the_load_there(push: bool) -> None:
     pair, chain = stored(6)
-    pair.damage.add(keys_of(chain)[3])
+    pair.moves.damage.add(keys_of(chain)[3])
     pair.want(chain, push=push)
     ask = pair.decode.ask(chain)
     pair.run(60)
@@ -51,7 +51,7 @@ def test_P8_B20_a_landing_slot_is_abandoned_and_not_used_again_while_something_m
 ) -> None:
     pair, chain = stored(3)
     moving: list[Callable[[], None]] = []
-    target, name = (pair, "write") if push else (pair.consumer._transfers, "read")
+    target, name = pair.moves, "write" if push else "read"
     move = getattr(target, name)
     monkeypatch.setattr(target, name, lambda *job: moving.append(partial(move, *job)))
     abandoned: list[Part] = []
@@ -228,7 +228,9 @@ class Chance:
             manager.drop(key, "test")
 
     def damage(self, chain: Sequence[bytes]) -> None:
-        self.pair.damage = {self.rng.choice(keys_of(chain))} if self.rng.random() < 0.5 else set()
+        self.pair.moves.damage = (
+            {self.rng.choice(keys_of(chain))} if self.rng.random() < 0.5 else set()
+        )
 
     def clear(self, _chain: Sequence[bytes]) -> None:
         if self.rng.random() < 0.3:
@@ -250,13 +252,13 @@ def test_whatever_happens_bytes_are_right_and_nothing_is_left(seed: int) -> None
     rng = random.Random(seed)
     pair = Pair(seed, delays=rng.choice([0, 1, 4]), held=rng.choice([1, 3, 64]))
     chance = Chance(pair, seed)
-    pair.fail = rng.choice([0, 0, 0.2])
+    pair.moves.fails = rng.choice([0, 0, 0.2])
     for _ in range(40):
         chance.act()
         pair.run(rng.randint(1, 8), ms=rng.choice([1, 1, 1, 400]))
         for chain in chance.chains:
             pair.arrived(chain)
-    pair.fail, pair.damage = 0, set()
+    pair.moves.fails, pair.moves.damage = 0, set()
     pair.producer.request_leases.gone("r", pair.source.manager, 1)
     pair.run(80, ms=1000)
     pair.consumer.on_exporter_lost()  # the end of a quarantine whose peer was lost
@@ -332,8 +334,8 @@ def test_P8_a_write_that_outlives_its_lease_lands_in_quarantine(
 ) -> None:
     pair, chain, moving = Pair(), hashes(2), list[Callable[[], None]]()
     pair.put(chain)
-    write = pair.write
-    monkeypatch.setattr(pair, "write", lambda *job: moving.append(partial(write, *job)))
+    write = pair.moves.write
+    monkeypatch.setattr(pair.moves, "write", lambda *job: moving.append(partial(write, *job)))
     pair.want(chain, push=True)
     pair.decode.ask(chain)
     while not moving:

@@ -41,13 +41,13 @@ def test_what_ends_one_by_one_in_a_turn_is_gone_on_with_in_one_go() -> None:
     pair.put(chain)
     for key in keys_of(chain)[::-1]:
         pair.source.manager.drop(key, "test")
-    take = pair.sum
+    take = pair.moves.sum
 
     def counted(part: Part, *of: Any) -> None:  # noqa: ANN401 - as Transfers.sum has it
         asked.append(len(part.positions))
         take(part, *of)
 
-    pair.sum = counted  # type: ignore[method-assign,assignment]
+    pair.moves.sum = counted  # type: ignore[method-assign,assignment]
     pair.want(chain)
     pair.decode.ask(chain)
     pair.run(40)

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from kvstore.core.errors import ProtocolError
+from kvstore.core.layout import RankPages
 from kvstore.core.types import BlockKey
 from kvstore.wire import framing
 from kvstore.wire import peer as m
@@ -77,6 +78,10 @@ def test_P1_a_consumer_registers_once_and_each_block_has_one_place_to_go() -> No
         (m.Want(1, hashes(1)[0], 32, (u32([0]),), push=True), "job 1, expected a new number"),
         (m.Land(1, u32([0]), u32([5]), m.Region(900, 0, 6)), "a second landing slot in positions"),
         (m.Land(1, u32([1]), u32([6]), m.Region(900, 0, 6)), "expected below 6"),
+        (
+            m.Land(1, u32([1]), u32([1]), m.Region(900, 0, 6), (RankPages("r", b"md", ()),)),
+            "engine blocks for job 1, expected a push",
+        ),
     ],
 )
 def test_P1_what_is_registered_twice_or_nowhere_is_refused(

@@ -156,7 +156,7 @@ def test_what_is_not_read_by_workers_is_never_told_to_be_in_an_engine() -> None:
 
 def test_direct_wants_cost_no_sums() -> None:
     pair, chain = stored(3)
-    pair.sum = None  # type: ignore[assignment, method-assign]
+    pair.moves.sum = None  # type: ignore[assignment, method-assign]
     number = reading(pair, chain)
     pair.read(number, range(3))
     pair.run(5)

@@ -271,8 +271,9 @@ class Job:
     def land(self, land: m.Land) -> list[int]:
         """Note where blocks go at the peer; return what can be written. Raises ProtocolError."""
         positions, region = m.positions_of(land.positions, len(self.keys)), land.region
-        if not self.push or self.direct is not (region is None):
-            named = "engine blocks" if region is None else "landing slots"
+        in_engine = region is None or bool(land.ranks)
+        if not self.push or self.direct is not in_engine or (in_engine and region is not None):
+            named = "engine blocks" if in_engine else "landing slots"
             raise ProtocolError(
                 f"{named} for job {self.number}, expected a push: engine blocks if direct"
             )

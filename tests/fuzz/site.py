@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 from unittest.mock import patch
@@ -17,21 +16,20 @@ import msgspec
 
 from kvstore.config import parse
 from kvstore.core.errors import ProtocolError
-from kvstore.core.types import BlockKey, Slot, make_key
+from kvstore.core.types import Slot, make_key
 from kvstore.handover import peers
 from kvstore.handover import transfers as moves
-from kvstore.handover.checksums import block_sum
 from kvstore.handover.peers import EXPORTER, Peers
-from kvstore.handover.runs import Part
 from kvstore.handover.side_channel import Channel
-from kvstore.handover.transfers import SlotFill, SlotRead, Slots, SlotWrite, Transfers
+from kvstore.handover.transfers import SlotFill, Transfers
 from kvstore.store.namespace import Namespace
 from kvstore.store.sessions import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, Engine, HeapPool, Town, from_u32
-from tests.harness.handover_pair import LandingSlots, content
+from tests.harness.handover_moves import LandingSlots, Moves
+from tests.harness.handover_pair import content
 
 LANDING = 32
 LANDING_EXTENT = 1 << 30
@@ -125,10 +123,11 @@ class Wire(Channel):
         yield from ()
 
 
-class Mover:
+class Mover(Moves):
     """Moves bytes between sites of a net; each piece of work ends a few polls later."""
 
     def __init__(self, net: Net, name: str) -> None:
+        super().__init__()
         self._net, self._name = net, name
         self._starts = itertools.count(1)
         self.agent = self.devices = ""
@@ -159,7 +158,7 @@ class Mover:
         events, self._events = self._events, []
         return [*events, *(work() for work in due)]
 
-    def _do(self, work: Callable[[], moves.Event]) -> None:
+    def do(self, work: Callable[[], moves.Event]) -> None:
         self._later.append((self._polls + self._net.rng.randint(1, 3), work))
 
     def restart(self, _why: str) -> None:
@@ -200,9 +199,6 @@ class Mover:
     def remove_peer(self, agent: str) -> None:
         del self.known[agent]
 
-    def abandon(self, part: Part) -> None:
-        """What is under way here always ends."""
-
     @property
     def moved_bytes(self) -> Mapping[str, int]:
         return {}
@@ -211,70 +207,18 @@ class Mover:
     def abandoned_bytes(self) -> int:
         return self.abandoned
 
-    def sum(
-        self,
-        part: Part,
-        namespace: str,
-        keys: Sequence[BlockKey],
-        slots: Slots,
-        _slot_bytes: int,
-    ) -> None:
-        def work() -> moves.Event:
-            named = zip(keys, slots.views(), strict=True)
-            return moves.Summed(part, array("Q", [block_sum(namespace, *each) for each in named]))
+    def landing_at(self, agent: str, region: m.Region) -> LandingSlots | None:
+        other = self._net.movers.get(agent)
+        found = [] if other is None else list(other.landings.values())
+        return next((at for at in found if at.region()[0] == region), None)
 
-        self._do(work)
+    def filled(self, fill: SlotFill) -> bool:
+        return fill.rank.agent == "evil"
 
-    def check(
-        self,
-        part: Part,
-        namespace: str,
-        keys: Sequence[BlockKey],
-        sums: Sequence[int],
-        landed: Slots,
-        slots: Slots,
-    ) -> None:
-        def work() -> moves.Event:
-            right = []
-            blocks = zip(keys, sums, landed.views(), slots.views(), strict=True)
-            for key, expected, there, slot in blocks:
-                slot[:] = there
-                right.append(block_sum(namespace, key, slot) == expected)
-            return moves.Checked(namespace, part, right)
-
-        self._do(work)
-
-    def write(self, part: Part, agent: str, write: SlotWrite) -> None:
-        def work() -> moves.Event:
-            other = self._net.movers.get(agent)
-            region = write.landing
-            found = [] if other is None else list(other.landings.values())
-            target = next((at for at in found if at.region()[0] == region), None)
-            if target is not None:
-                for number, slot in zip(write.numbers, write.landing_slots, strict=True):
-                    target.view(slot)[:] = self.slot(write.extent, number) or b""
-            return moves.Written(part, target is not None)
-
-        self._do(work)
-
-    def fill(self, part: Part, fill: SlotFill) -> None:
-        self._do(lambda: moves.Written(part, fill.rank.agent == "evil"))
-
-    def read(self, part: Part, agent: str, digest: str, read: SlotRead) -> None:
-        def work() -> moves.Event:
-            other, ok = self._net.movers.get(agent), True
-            for number, slot in zip(read.numbers, read.landing, strict=True):
-                found = None if other is None else other.slot(read.region.extent, number)
-                if found is None:
-                    ok = False
-                else:
-                    self.landings[digest].view(slot)[:] = found
-            return moves.Arrived(digest, part, ok)
-
-        self._do(work)
-
-    def slot(self, extent: int, number: int) -> bytes | None:
-        for namespace in () if self.site is None else self.site.store.namespaces.values():
+    def slot(self, agent: str, extent: int, number: int) -> bytes | None:
+        mover = self._net.movers.get(agent) if agent else self
+        site = None if mover is None else mover.site
+        for namespace in () if site is None else site.store.namespaces.values():
             mapping = namespace.extents.get(extent)
             if mapping is not None and number < mapping.memory.count:
                 return bytes(mapping.memory.slot(number))

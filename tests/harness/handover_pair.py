@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from kvstore.core.layout import RankPages
 from kvstore.core.tier import Tier, TierContext
-from kvstore.core.types import BlockKey, GroupRule, Slot
+from kvstore.core.types import GroupRule, Slot
 from kvstore.handover import consumer as c
 from kvstore.handover import producer as o
-from kvstore.handover.checksums import block_sum
+from kvstore.handover import transfers as t
 from kvstore.handover.jobs import OwnExporter
 from kvstore.handover.runs import Part
-from kvstore.handover.transfers import (
-    EngineWrite,
-    Landing,
-    SlotFill,
-    SlotRead,
-    Slots,
-    SlotWrite,
-)
+from kvstore.handover.transfers import EngineWrite, SlotFill
 from kvstore.store.namespace import Namespace
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import (
     SLOT_BYTES,
-    HeapExtent,
     HeapPool,
     Town,
     from_u32,
@@ -39,10 +30,8 @@ from tests.harness.fakes import (
     keys_of,
     u32,
 )
+from tests.harness.handover_moves import LandingSlots, Moves
 from tests.reference.memory_tier import MemoryTier
-
-if TYPE_CHECKING:
-    from tiers.cpu import CpuExtent
 
 LANDING = 6
 
@@ -93,23 +82,6 @@ class Line:
                 self.take(message)
 
 
-class LandingSlots(Landing):
-    """Landing slots in this process, mapped from the start; none is given back twice."""
-
-    def __init__(self, extent: int, count: int) -> None:
-        super().__init__(SLOT_BYTES, lambda _: None)
-        self.made(extent, cast("CpuExtent", HeapExtent(count * (SLOT_BYTES + 4), SLOT_BYTES)))
-        self.base, self.metadata = 4096, b"md"
-
-    def give_back(self, slots: Iterable[int]) -> None:
-        slots = list(slots)
-        assert not set(slots) & set(self._free), "given back twice"
-        super().give_back(slots)
-
-    def check_all_free(self) -> None:
-        assert sorted(self._free) == list(range(self.count))
-
-
 class Pair:
     """A prefill store with a shelf below its memory, and a decode store."""
 
@@ -120,9 +92,8 @@ class Pair:
         self.taker = Town(pool=HeapPool(4, 8), tiers=[("peer", self._consumer)])
         self.prefill = self.giver.attach(credit_slots=4)
         self.landing = LandingSlots(900, LANDING)
+        self.moves = _PairMoves(self)
         self.decode = self.taker.attach(credit_slots=4)
-        self.damage: set[BlockKey] = set()
-        self.fail = 0.0
         self.passed_on: list[tuple[int, int]] = []  # fetch, position
         self._passed: dict[tuple[int, int], bool] = {}
         self.in_engines: list[p.InEngine] = []
@@ -136,7 +107,7 @@ class Pair:
         self.producer = o.Producer(
             lambda: self.giver.store.namespaces,
             self._exporter,
-            cast("Any", self),
+            cast("Any", self.moves),
             cast("Any", SimpleNamespace(start=self._engine_write, abandon=lambda _: None)),
             self._to_consumer,
             held * SLOT_BYTES,
@@ -176,7 +147,7 @@ class Pair:
 
     def _consumer(self, context: TierContext) -> Tier:
         target: Any = _Target(self, context)
-        transfers: Any = _Transfers(self)
+        transfers: Any = self.moves
         connections: Any = _Connections(self)
         self.consumer = c.Consumer(connections, target, transfers, self._to_worker)
         return self.consumer
@@ -228,43 +199,10 @@ class Pair:
 
     # The producer's work
 
-    def sum(
-        self, part: Part, digest: str, keys: Sequence[BlockKey], slots: Slots, _slot_bytes: int
-    ) -> None:
-        def work() -> None:
-            named = zip(keys, slots.views(), strict=True)
-            self.producer.summed(part, array("Q", [block_sum("n", *each) for each in named]))
-
-        assert digest == self.source.layout.digest
-        self.wire.do(work)
-
-    def write(self, part: Part, agent: str, write: SlotWrite) -> None:
-        def work() -> None:
-            ok = self.wire.random.random() >= self.fail
-            for number, slot in zip(write.numbers, write.landing_slots, strict=True):
-                if ok:
-                    self.landing.view(slot)[:] = self._slot(write.extent, number)
-            self.producer.written(part, ok=ok)
-
-        assert agent == "other"
-        self.wire.do(work)
-
-    def fill(self, part: Part, fill: SlotFill) -> None:
-        def work() -> None:
-            ok = self.wire.random.random() >= self.fail
-            if ok:
-                self.filled.append(fill)
-            self.producer.written(part, ok=ok)
-
-        self.wire.do(work)
-
     def _engine_write(
         self, part: Part, write: EngineWrite, _workers: Mapping[int, int], _now_ns: int
     ) -> None:
         self.engine_writes.append((part, write))
-
-    def abandon(self, part: Part) -> None:
-        """What is under way here always ends."""
 
     def _exporter(self) -> OwnExporter:
         return OwnExporter(
@@ -273,9 +211,6 @@ class Pair:
 
     def region(self, extent: int) -> m.Region:
         return m.Region(extent, 4096 * extent, self.source.extents[extent].memory.count)
-
-    def _slot(self, extent: int, number: int) -> bytes:
-        return bytes(self.source.extents[extent].memory.slot(number))
 
     def lose(self) -> None:
         """The connection breaks, and is made again."""
@@ -373,48 +308,43 @@ class _Target:
         return self._pair.target.view(slot)
 
 
-class _Transfers:
-    """What the consumer has moved and checked."""
+class _PairMoves(Moves):
+    """What both stores have moved, summed and checked."""
 
     def __init__(self, pair: Pair) -> None:
+        super().__init__()
         self._pair = pair
+        self.fails = 0.0  # of all reads and writes
+
+    def do(self, work: Callable[[], t.Event]) -> None:
+        self._pair.wire.do(lambda: self._end(work()))
+
+    def _end(self, event: t.Event) -> None:
+        match event:
+            case t.Summed(part, sums):
+                self._pair.producer.summed(part, sums)
+            case t.Written(part, ok):
+                self._pair.producer.written(part, ok=ok)
+            case t.Arrived(_, part, ok):
+                self._pair.consumer.moved(part, ok=ok)
+            case t.Checked(_, part, right):
+                self._pair.consumer.checked(part, right)
+
+    def _fails(self) -> bool:
+        return self._pair.wire.random.random() < self.fails
+
+    def slot(self, agent: str, extent: int, number: int) -> bytes | None:
+        assert agent in {"", "agent"}
+        memory = self._pair.source.extents[extent].memory
+        return None if self._fails() else bytes(memory.slot(number))
+
+    def landing_at(self, agent: str, _region: m.Region) -> LandingSlots:
+        assert agent == "other"
+        return self._pair.landing
 
     def landing(self, _digest: str, _slot_bytes: int) -> LandingSlots:
         return self._pair.landing
 
-    def read(self, part: Part, agent: str, _digest: str, read: SlotRead) -> None:
-        def work() -> None:
-            pair = self._pair
-            ok = pair.wire.random.random() >= pair.fail
-            for number, slot in zip(read.numbers, read.landing, strict=True):
-                if ok:
-                    pair.landing.view(slot)[:] = pair._slot(read.region.extent, number)
-            pair.consumer.moved(part, ok=ok)
-
-        assert agent == "agent"
-        self._pair.wire.do(work)
-
-    def abandon(self, part: Part) -> None:
-        """What is under way here always ends."""
-
-    def check(
-        self,
-        part: Part,
-        _digest: str,
-        keys: Sequence[BlockKey],
-        sums: Sequence[int],
-        landed: Slots,
-        slots: Slots,
-    ) -> None:
-        def work() -> None:
-            right = []
-            blocks = zip(keys, sums, landed.views(), slots.views(), strict=True)
-            for key, expected, there, slot in blocks:
-                if key in self._pair.damage:
-                    there[5] ^= 1
-                right.append(block_sum("n", key, there) == expected)
-                if right[-1]:
-                    slot[:] = there
-            self._pair.consumer.checked(part, right)
-
-        self._pair.wire.do(work)
+    def filled(self, fill: t.SlotFill) -> bool:
+        self._pair.filled += [fill] * (ok := not self._fails())
+        return ok
