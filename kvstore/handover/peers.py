@@ -37,7 +37,6 @@ from kvstore.handover.transfers import (
     BUSY_S,
     Arrived,
     Checked,
-    Down,
     EngineWrite,
     Event,
     PeerAgents,
@@ -48,8 +47,6 @@ from kvstore.handover.transfers import (
     SlotWrite,
     Summed,
     Transfers,
-    Unreachable,
-    Up,
     Written,
 )
 from kvstore.metrics import HAND_OVER_EVENTS, Numbers
@@ -58,6 +55,8 @@ from kvstore.wire import peer as m
 from kvstore.wire.engine import Arrived as Arrived_
 from kvstore.wire.engine import Extent, Target, Unmap
 from kvstore.wire.framing import Message
+from tiers.nixl import messages as nixl
+from tiers.nixl.supervisor import Down
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class Peers:
         self.direct = DirectFetches(no_workers)
         self.engine_writes = EngineWrites(no_workers, self._agents.metadata)
         self._numbers = Numbers()
-        self._up: Up | None = None
+        self._up: nixl.Ready | None = None
         self._noted: list[int] = []
         self._counts: Counter[str] = Counter()
         self._slots: dict[int, int] = {}  # of the extents that workers map
@@ -340,7 +339,7 @@ class Peers:
         if up is not None and namespace is not None and link.waiting and not link.greeted:
             link.greeted = True
             traits = namespace.layout.traits
-            hello = m.Hello(m.VERSION, link.digest, traits, up.agent, up.metadata)
+            hello = m.Hello(m.VERSION, link.digest, traits, up.name, up.metadata)
             self.channel.send(number, hello)
 
     # What comes over the side channel
@@ -562,7 +561,7 @@ class Peers:
 
     def _on_event(self, event: Event) -> None:
         match event:
-            case Up():
+            case nixl.Ready():
                 self._up = event
                 for number, link in self._links.items():
                     self._inlets[link.digest].heard(number, self._now_ns)
@@ -571,7 +570,7 @@ class Peers:
                 self._on_down(reason)
             case Reachable(extent, base, metadata):
                 self._reachable(extent, base, metadata)
-            case Unreachable(extent):
+            case nixl.Unmapped(extent):
                 self._mapped(extent)
             case Summed(part, sums):
                 self.producer.summed(part, sums)
@@ -633,4 +632,4 @@ class Peers:
     def _introduce(self) -> tuple[str, bytes] | None:
         """Name our exporter, which somebody needs now; None while there is none."""
         self._mover.wake()
-        return None if self._up is None else (self._up.agent, self._up.metadata)
+        return None if self._up is None else (self._up.name, self._up.metadata)
