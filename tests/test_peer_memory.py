@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.handover import transfers
 from kvstore.handover.runs import Part
-from kvstore.handover.transfers import Landing, SlotRead, Transfers, Unreachable
+from kvstore.handover.transfers import Landing, SlotRead, Transfers
 from kvstore.units import MIB
 from kvstore.wire import peer as m
 from tests.harness.patience import WAIT_S
@@ -124,7 +124,7 @@ def test_an_extent_that_could_not_be_mapped_is_gone_when_it_is_to_be_unmapped(
     mover.export(7, -1, MIB)
     assert mover.poll(1) == []
     mover.unexport(7)
-    assert mover.poll(2) == [Unreachable(7)]
+    assert mover.poll(2) == [Unmapped(7)]
 
 
 def test_B20_a_transfer_is_abandoned_when_none_of_its_blocks_is_wanted(

@@ -36,15 +36,12 @@ from kvstore.handover.transfers import (
     BUSY_S,
     Arrived,
     Checked,
-    Down,
     Event,
     PeerAgents,
     Quarantine,
     Reachable,
     Summed,
     Transfers,
-    Unreachable,
-    Up,
     Written,
 )
 from kvstore.logs import RateLog
@@ -52,6 +49,8 @@ from kvstore.metrics import HAND_OVER_EVENTS, Numbers
 from kvstore.wire import peer as m
 from kvstore.wire.engine import Extent, Unmap
 from kvstore.wire.framing import Message
+from tiers.nixl import messages as nixl
+from tiers.nixl.supervisor import Down
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class Peers:
         self._mover, self._waits = mover, waits
         self._namespaces: Mapping[str, Source] = {}
         self._numbers = Numbers()
-        self._up: Up | None = None
+        self._up: nixl.Ready | None = None
         self._noted: list[int] = []
         self._counts: Counter[str] = Counter()
         self._slots: dict[int, int] = {}  # of the extents that workers map
@@ -299,7 +298,7 @@ class Peers:
         if up is not None and namespace is not None and link.waiting and not link.greeted:
             link.greeted = True
             traits = namespace.layout.traits
-            hello = m.Hello(m.VERSION, link.digest, traits, up.agent, up.metadata)
+            hello = m.Hello(m.VERSION, link.digest, traits, up.name, up.metadata)
             self.channel.send(number, hello)
 
     # What comes over the side channel
@@ -519,7 +518,7 @@ class Peers:
 
     def _on_event(self, event: Event) -> None:
         match event:
-            case Up():
+            case nixl.Ready():
                 self._up = event
                 for number, link in self._links.items():
                     self._inlets[link.digest].heard(number, self._now_ns)
@@ -528,7 +527,7 @@ class Peers:
                 self._on_down(reason)
             case Reachable(extent, base, metadata):
                 self._reachable(extent, base, metadata)
-            case Unreachable(extent):
+            case nixl.Unmapped(extent):
                 self._mapped(extent)
             case Summed(part, sums):
                 self.producer.summed(part, sums)
@@ -559,4 +558,4 @@ class Peers:
         """Name our exporter, which somebody needs now; None while there is none."""
         self._mover.wake()
         up = self._up
-        return None if up is None else OwnExporter(up.agent, up.metadata, self._regions)
+        return None if up is None else OwnExporter(up.name, up.metadata, self._regions)

@@ -14,6 +14,7 @@ import os
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -112,31 +113,12 @@ class Slots(NamedTuple):
 # What poll() returns
 
 
-class Up(msgspec.Struct, frozen=True):
-    """The exporter runs: its agent's name, and how peers reach it."""
-
-    agent: str
-    metadata: bytes
-
-
-class Down(msgspec.Struct, frozen=True):
-    """The exporter has ended; so has every transfer."""
-
-    reason: str
-
-
 class Reachable(msgspec.Struct, frozen=True):
     """Peers can reach an extent; metadata says how."""
 
     extent: int
     base: int
     metadata: bytes
-
-
-class Unreachable(msgspec.Struct, frozen=True):
-    """The exporter does not use an extent any more."""
-
-    extent: int
 
 
 class Summed(msgspec.Struct, frozen=True):
@@ -170,7 +152,9 @@ class Arrived(msgspec.Struct, frozen=True):
     ok: bool
 
 
-Event = Up | Down | Reachable | Unreachable | Summed | Checked | Written | Arrived
+Event = (
+    nixl.Ready | supervisor.Down | Reachable | nixl.Unmapped | Summed | Checked | Written | Arrived
+)
 
 
 def batches(count: int, block_bytes: int) -> Iterator[slice]:
@@ -343,55 +327,41 @@ class _Transfer(msgspec.Struct, eq=False):
     wanted: set[int] | None = None
 
 
-class _Sums(msgspec.Struct):
-    part: Part
-    namespace: str
-    keys: Sequence[BlockKey]
-    slots: Slots
-
-    def run(self) -> Summed:
-        named = zip(self.keys, self.slots.views(), strict=True)
-        return Summed(self.part, array("Q", [block_sum(self.namespace, *each) for each in named]))
-
-    def failed(self) -> Summed:
-        return Summed(self.part, numbers(len(self.keys), "Q"))
-
-
-class _Checks(msgspec.Struct):
-    part: Part
-    namespace: str
-    keys: Sequence[BlockKey]
-    sums: Sequence[int]
-    landed: Slots
-    slots: Slots
-
-    def run(self) -> Checked:
-        blocks = zip(self.keys, self.landed.views(), self.slots.views(), strict=True)
-        found = [copied_sum(self.namespace, *block) for block in blocks]
-        right = [ours == theirs for ours, theirs in zip(found, self.sums, strict=True)]
-        return Checked(self.namespace, self.part, right)
-
-    def failed(self) -> Checked:
-        return Checked(self.namespace, self.part, [False] * len(self.keys))
-
-
-class _Allocation(msgspec.Struct):
-    landing: Landing
-    size: int
-
-    def run(self) -> _Allocated:
-        try:
-            return _Allocated(self.landing, CpuExtent(self.size, self.landing.slot_bytes))
-        except TierFull as exc:
-            return _Allocated(self.landing, exc)
-
-    def failed(self) -> _Allocated:
-        return _Allocated(self.landing, TierFull("its memory could not be allocated"))
-
-
 class _Allocated(msgspec.Struct):
     landing: Landing
     memory: CpuExtent | TierFull
+
+
+class _Work(NamedTuple):
+    """What a thread does, and its result if that raises."""
+
+    do: Callable[[], Summed | Checked | _Allocated]
+    failed: Summed | Checked | _Allocated
+
+
+def _sums(part: Part, namespace: str, keys: Sequence[BlockKey], slots: Slots) -> Summed:
+    named = zip(keys, slots.views(), strict=True)
+    return Summed(part, array("Q", [block_sum(namespace, *each) for each in named]))
+
+
+def _checks(
+    part: Part,
+    namespace: str,
+    keys: Sequence[BlockKey],
+    sums: Sequence[int],
+    landed: Slots,
+    slots: Slots,
+) -> Checked:
+    blocks = zip(keys, landed.views(), slots.views(), strict=True)
+    found = [copied_sum(namespace, *block) for block in blocks]
+    return Checked(namespace, part, [ours == its for ours, its in zip(found, sums, strict=True)])
+
+
+def _allocate(landing: Landing, size: int) -> _Allocated:
+    try:
+        return _Allocated(landing, CpuExtent(size, landing.slot_bytes))
+    except TierFull as exc:
+        return _Allocated(landing, exc)
 
 
 class Transfers:
@@ -421,10 +391,10 @@ class Transfers:
         self._addresses: dict[int, int] = {}  # mapped, and their metadata has not come yet
         self._done = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # threads have results
         self._to_read = False  # from there
-        self._runner: Runner[_Sums | _Checks | _Allocation, Summed | Checked | _Allocated] = Runner(
+        self._runner: Runner[_Work, Summed | Checked | _Allocated] = Runner(
             "kvstore-handover",
-            lambda job: job.run(),
-            lambda job, _: job.failed(),
+            lambda work: work.do(),
+            lambda work, _: work.failed,
             THREADS,
             self._wake_loop,
         )
@@ -461,8 +431,8 @@ class Transfers:
 
     def _on(self, event: supervisor.Event) -> Sequence[Event]:
         match event:
-            case nixl.Ready(name, metadata):
-                return [Up(name, metadata)]
+            case nixl.Ready():
+                return [event]
             case nixl.Mapped(extent, address):
                 self._addresses[extent] = address
             case nixl.Metadata(metadata):
@@ -474,11 +444,11 @@ class Transfers:
                 self._unmappable.add(extent)
             case nixl.Ended(number, moved, _, error):
                 return [self._ended(number, moved, error)]
-            case supervisor.Down(reason):
+            case supervisor.Down():
                 self._addresses.clear()
                 for landing in self._landings.values():
                     landing.base = 0
-                return [Down(reason)]
+                return [event]
             case _:
                 pass  # refused peers fail their transfers; extents are mapped again
         return ()
@@ -486,7 +456,7 @@ class Transfers:
     def _unmapped(self, extent: int) -> Sequence[Event]:
         landing = self._leaving.pop(extent, None)
         if landing is None:
-            return [Unreachable(extent)]
+            return [nixl.Unmapped(extent)]
         landing.close()
         return []
 
@@ -563,7 +533,9 @@ class Transfers:
     ) -> None:
         """Take checksums, in batches; ends as Summed."""
         for piece in batches(len(keys), slot_bytes):
-            self._runner.submit(_Sums(part.cut(piece), namespace, keys[piece], slots.cut(piece)))
+            cut, some = part.cut(piece), keys[piece]
+            work = partial(_sums, cut, namespace, some, slots.cut(piece))
+            self._runner.submit(_Work(work, Summed(cut, numbers(len(some), "Q"))))
 
     def check(
         self,
@@ -576,16 +548,10 @@ class Transfers:
     ) -> None:
         """Copy landed blocks into their slots and take their checksums there; ends as Checked."""
         for piece in batches(len(keys), self._landings[namespace].slot_bytes):
-            self._runner.submit(
-                _Checks(
-                    part.cut(piece),
-                    namespace,
-                    keys[piece],
-                    sums[piece],
-                    landed.cut(piece),
-                    slots.cut(piece),
-                )
-            )
+            cut, some = part.cut(piece), keys[piece]
+            places = landed.cut(piece), slots.cut(piece)
+            work = partial(_checks, cut, namespace, some, sums[piece], *places)
+            self._runner.submit(_Work(work, Checked(namespace, cut, [False] * len(some))))
 
     # The exporter
 
@@ -621,7 +587,7 @@ class Transfers:
         self._exporter.map(extent, fd, size, writable=False)
 
     def unexport(self, extent: int) -> None:
-        """Send Unreachable once no transfer uses an extent."""
+        """Send Unmapped once no transfer uses an extent."""
         if extent in self._unmappable:
             self._unmappable.discard(extent)
             self._unreachable += self._unmapped(extent)
@@ -649,7 +615,8 @@ class Transfers:
             return
         landing.retry_ns = None
         size = max(self._landing_bytes, 2 * (landing.slot_bytes + GENERATION_BYTES))
-        self._runner.submit(_Allocation(landing, size))
+        failed = _Allocated(landing, TierFull("its memory could not be allocated"))
+        self._runner.submit(_Work(partial(_allocate, landing, size), failed))
 
     def _allocated(self, made: _Allocated) -> None:
         landing, memory = made.landing, made.memory

@@ -30,6 +30,8 @@ from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, Engine, HeapPool, Town, from_u32
 from tests.harness.handover_moves import LandingSlots, Moves
 from tests.harness.handover_pair import content
+from tiers.nixl import messages as nixl
+from tiers.nixl.supervisor import Down
 
 LANDING = 32
 LANDING_EXTENT = 1 << 30
@@ -143,7 +145,7 @@ class Mover(Moves):
     def _start(self) -> None:
         self.agent = f"{self._name}-{next(self._starts)}"
         self._net.movers[self.agent] = self
-        self._events.append(moves.Up(self.agent, b"metadata"))
+        self._events.append(nixl.Ready(self.agent, b"metadata"))
         if self.site is not None:
             self._events += [
                 moves.Reachable(extent, 4096 * extent, b"metadata")
@@ -167,14 +169,14 @@ class Mover(Moves):
         self._events += [work() for _, work in self._later]
         self._later.clear()
         del self._net.movers[self.agent]
-        self._events.append(moves.Down("test"))
+        self._events.append(Down("test"))
         self._start()
 
     def export(self, extent: int, _fd: int, _size: int) -> None:
         self._events.append(moves.Reachable(extent, 4096 * extent, b"metadata"))
 
     def unexport(self, extent: int) -> None:
-        self._events.append(moves.Unreachable(extent))
+        self._events.append(nixl.Unmapped(extent))
 
     def fds(self) -> Iterator[int]:
         yield from ()

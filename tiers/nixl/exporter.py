@@ -19,27 +19,8 @@ from types import TracebackType
 
 from kvstore.core.errors import ProtocolError
 from kvstore.wire.framing import Decoder, Message, NotFramed, encode
+from tiers.nixl import messages as m
 from tiers.nixl.agent import Agent
-from tiers.nixl.messages import (
-    Abandon,
-    AddPeer,
-    Failed,
-    Fill,
-    Map,
-    Mapped,
-    Metadata,
-    MoveError,
-    NotMapped,
-    Ping,
-    Pong,
-    Ready,
-    RemovePeer,
-    ToExporter,
-    Transfer,
-    Unmap,
-    Unmapped,
-    Wrong,
-)
 from tiers.nixl.transfers import Extent, TransferLoop
 
 _READ_BYTES = 1 << 18
@@ -56,7 +37,7 @@ class Server:
         self._store = store
         self._agent = agent
         self._transfers = TransferLoop(agent, self._tell, time.monotonic)
-        self._decoder = Decoder(ToExporter)
+        self._decoder = Decoder(m.ToExporter)
         self._descriptors: deque[int] = deque()
         self._passed = 0  # number of the first of them
         self._answers = bytearray()
@@ -64,7 +45,7 @@ class Server:
 
     def run(self) -> None:
         """Serve until the store closes the socket. Raises ProtocolError if it sends no frames."""
-        self._tell(Ready(self._agent.name, self._agent.metadata()))
+        self._tell(m.Ready(self._agent.name, self._agent.metadata()))
         while True:
             self._flush()
             readable, _, _ = select.select([self._store], [], [], self._transfers.nap_s)
@@ -73,13 +54,13 @@ class Server:
             self._transfers.step()
 
     def _tell(self, message: Message) -> None:
-        self._changed |= isinstance(message, Mapped | Unmapped)
+        self._changed |= isinstance(message, m.Mapped | m.Unmapped)
         self._answers += encode(message)
 
     def _flush(self) -> None:
         if self._changed:
             self._changed = False
-            self._tell(Metadata(self._agent.metadata()))
+            self._tell(m.Metadata(self._agent.metadata()))
         if self._answers:
             self._store.sendall(self._answers)
             self._answers.clear()
@@ -97,7 +78,7 @@ class Server:
             except NotFramed:
                 raise
             except ProtocolError as exc:
-                self._tell(Wrong(str(exc)))
+                self._tell(m.Wrong(str(exc)))
                 data = b""  # what follows it
             else:
                 return True
@@ -105,37 +86,37 @@ class Server:
     def _do(self, message: Message) -> None:
         wrong = None
         match message:
-            case Transfer() | Fill():
+            case m.Transfer() | m.Fill():
                 wrong = self._transfers.start(message)
-            case Abandon(number):
+            case m.Abandon(number):
                 self._transfers.abandon(number)
-            case Map():
+            case m.Map():
                 self._map(message)
-            case Unmap(number):
+            case m.Unmap(number):
                 wrong = self._transfers.remove_extent(number)
-            case AddPeer(peer, metadata):
+            case m.AddPeer(peer, metadata):
                 self._transfers.add_peer(peer, metadata)
-            case RemovePeer(peer):
+            case m.RemovePeer(peer):
                 wrong = self._transfers.remove_peer(peer)
-            case Ping():
-                self._tell(Pong())
+            case m.Ping():
+                self._tell(m.Pong())
         if wrong is not None:
-            self._tell(Wrong(wrong))
+            self._tell(m.Wrong(wrong))
 
-    def _map(self, message: Map) -> None:
+    def _map(self, message: m.Map) -> None:
         try:
             fd = self._descriptor(message.descriptor)
             try:
                 if self._transfers.has_extent(message.extent):
-                    raise MoveError(f"extent {message.extent} is mapped already", "refused")
+                    raise m.MoveError(f"extent {message.extent} is mapped already", "refused")
                 extent = Extent(self._agent, fd, message.bytes, writable=message.writable)
             finally:
                 os.close(fd)
-        except MoveError as exc:
-            self._tell(NotMapped(message.extent, str(exc)))
+        except m.MoveError as exc:
+            self._tell(m.NotMapped(message.extent, str(exc)))
             return
         self._transfers.add_extent(message.extent, extent)
-        self._tell(Mapped(message.extent, extent.address))
+        self._tell(m.Mapped(message.extent, extent.address))
 
     def _descriptor(self, number: int) -> int:
         """Take a descriptor that was passed; close those before it, which no message names."""
@@ -144,7 +125,7 @@ class Server:
             self._passed += 1
         if not self._descriptors or self._passed != number:
             text = f"descriptor {number}, expected {self._passed} or a later one that was passed"
-            raise MoveError(text, "refused")
+            raise m.MoveError(text, "refused")
         self._passed += 1
         return self._descriptors.popleft()
 
@@ -159,9 +140,9 @@ def main(store: socket.socket) -> int:
     try:
         agent = Agent(f"{sys.argv[1]}-{secrets.token_hex(8)}")
         Server(store, agent).run()
-    except (MoveError, ProtocolError) as exc:
+    except (m.MoveError, ProtocolError) as exc:
         with contextlib.suppress(OSError):
-            store.sendall(encode(Failed(str(exc))))
+            store.sendall(encode(m.Failed(str(exc))))
         return 1
     except (BrokenPipeError, ConnectionResetError):  # the store is ending
         return 0

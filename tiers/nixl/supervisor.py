@@ -21,27 +21,8 @@ import msgspec
 
 from kvstore.core.errors import ProtocolError, TierIOError, check
 from kvstore.wire.framing import Message
+from tiers.nixl import messages as m
 from tiers.nixl.exporter_child import Child
-from tiers.nixl.messages import (
-    Abandon,
-    AddPeer,
-    Ended,
-    Failed,
-    Fill,
-    Map,
-    Mapped,
-    Metadata,
-    NotMapped,
-    PeerRefused,
-    Ping,
-    Pong,
-    Ready,
-    RemovePeer,
-    Transfer,
-    Unmap,
-    Unmapped,
-    Wrong,
-)
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +48,7 @@ class Down(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = Ready | Mapped | NotMapped | Unmapped | Metadata | PeerRefused | Ended | Down
+Event = m.Ready | m.Mapped | m.NotMapped | m.Unmapped | m.Metadata | m.PeerRefused | m.Ended | Down
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -180,7 +161,7 @@ class Exporter:
         check(extent in self._extents, f"extent {extent} is not mapped")
         self._extents[extent].leaving = True
         if self._running:
-            self._send(Unmap(extent))
+            self._send(m.Unmap(extent))
         elif self._state == "down":
             self._gone(extent)
 
@@ -188,14 +169,14 @@ class Exporter:
         """Learn how to reach a peer now, in this process and the next."""
         self._peers[peer] = metadata
         if self._running:
-            self._send(AddPeer(peer, metadata))
+            self._send(m.AddPeer(peer, metadata))
 
     def remove_peer(self, peer: str) -> None:
         """Forget a peer; open transfers with it fail once nothing of them is under way."""
         if self._peers.pop(peer, None) is not None and self._running:
-            self._send(RemovePeer(peer))
+            self._send(m.RemovePeer(peer))
 
-    def start(self, move: Transfer | Fill) -> int:
+    def start(self, move: m.Transfer | m.Fill) -> int:
         """Start a transfer; returns its id, which the Ended will have."""
         number = self._next_id
         self._next_id += 1
@@ -203,7 +184,7 @@ class Exporter:
             self._open[number] = _OpenTransfer(move.moved_bytes)
             self._send(msgspec.structs.replace(move, id=number))
         else:
-            self._events.append(Ended(number, 0, 0.0, "failed", "the exporter is not running"))
+            self._events.append(m.Ended(number, 0, 0.0, "failed", "the exporter is not running"))
         return number
 
     def abandon(self, number: int) -> None:
@@ -213,7 +194,7 @@ class Exporter:
             found.abandoned = True
             self._quarantined += found.bytes
             if self._running:
-                self._send(Abandon(number))
+                self._send(m.Abandon(number))
 
     def restart(self, why: str) -> None:
         """Start a new process: open transfers and quarantines end, peers need the new name."""
@@ -281,7 +262,7 @@ class Exporter:
         for extent in self._extents:
             self._send_extent(extent)
         for peer, metadata in self._peers.items():
-            self._send(AddPeer(peer, metadata))
+            self._send(m.AddPeer(peer, metadata))
 
     def _pause(self, now_ns: int) -> None:
         """Set when to start again."""
@@ -303,7 +284,7 @@ class Exporter:
             self.restart(f"it has not answered for {SILENT_NS / 1e9:.0f} s")
         elif self._state == "up" and not self._asked and self._silent_ns >= _ASK_NS:
             self._asked = True
-            self._send(Ping())
+            self._send(m.Ping())
         if child.outbox_bytes > OUTBOX_BYTES_MAX:
             self.restart("it does not read")
 
@@ -318,7 +299,7 @@ class Exporter:
     def _send_extent(self, number: int) -> None:
         if self._running:
             extent = self._extents[number]
-            message = Map(number, extent.bytes, extent.writable, self._descriptors)
+            message = m.Map(number, extent.bytes, extent.writable, self._descriptors)
             self._descriptors += 1
             self._send(message, extent.fd)
 
@@ -335,37 +316,37 @@ class Exporter:
 
     def _on(self, message: Message) -> None:
         match message:
-            case Ended():
+            case m.Ended():
                 self._on_ended(message)
-            case Ready():
+            case m.Ready():
                 if self._running:
                     self._state = "up"
                 self._events.append(message)
-            case Mapped(extent) | NotMapped(extent) | Unmapped(extent):
+            case m.Mapped(extent) | m.NotMapped(extent) | m.Unmapped(extent):
                 self._on_extent(message, extent)
-            case Metadata() | PeerRefused():
+            case m.Metadata() | m.PeerRefused():
                 self._events.append(message)
-            case Pong():
+            case m.Pong():
                 pass  # any message shows that it works
-            case Wrong(text):
+            case m.Wrong(text):
                 self._wrong += 1
                 log.error("the exporter did not understand: %r", text[:_TEXT_MAX])
                 if self._wrong > _WRONG_MAX:
                     raise ProtocolError(f"{self._wrong} messages not understood")
-            case Failed(text):
+            case m.Failed(text):
                 self._why = text
 
-    def _on_extent(self, message: Mapped | NotMapped | Unmapped, number: int) -> None:
+    def _on_extent(self, message: m.Mapped | m.NotMapped | m.Unmapped, number: int) -> None:
         extent = self._extents.get(number)
-        leaves = isinstance(message, Unmapped)
+        leaves = isinstance(message, m.Unmapped)
         if extent is None or (leaves and not extent.leaving):
             what = type(message).__name__
             raise ProtocolError(f"{what} of extent {number}, which was not asked for")
-        if not isinstance(message, Mapped):
+        if not isinstance(message, m.Mapped):
             del self._extents[number]
         self._events.append(message)
 
-    def _on_ended(self, message: Ended) -> None:
+    def _on_ended(self, message: m.Ended) -> None:
         found = self._open.pop(message.id, None)
         if found is None:
             raise ProtocolError(f"the end of transfer {message.id}, which is not open")
@@ -382,11 +363,11 @@ class Exporter:
         child.close()
         self._child, self._state = None, "down"
         for number in list(self._open):
-            self._on_ended(Ended(number, 0, 0.0, "failed", f"the exporter is down: {reason}"))
+            self._on_ended(m.Ended(number, 0, 0.0, "failed", f"the exporter is down: {reason}"))
         for extent in [number for number, found in self._extents.items() if found.leaving]:
             self._gone(extent)
         self._events.append(Down(reason))
 
     def _gone(self, extent: int) -> None:
         del self._extents[extent]
-        self._events.append(Unmapped(extent))
+        self._events.append(m.Unmapped(extent))

@@ -22,16 +22,8 @@ import msgspec
 import numpy as np
 
 from tiers.cpu import touch
+from tiers.nixl import messages as m
 from tiers.nixl.agent import Agent, Blocks, Flight, Indices, Places
-from tiers.nixl.messages import (
-    Ended,
-    ErrorClass,
-    Fill,
-    MoveError,
-    PeerRefused,
-    Transfer,
-    Unmapped,
-)
 from tiers.nixl.pages import in_pages, in_slots
 
 CHUNK_BYTES = 16 << 20  # a few ms of the one thread
@@ -59,12 +51,12 @@ class Extent:
         try:
             self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, access)
         except OSError as exc:
-            raise MoveError(f"cannot map {size} bytes: {exc}", "failed") from exc
+            raise m.MoveError(f"cannot map {size} bytes: {exc}", "failed") from exc
         touch(self._map)
         self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
         try:
             self._region = agent.register(self.address, size)
-        except MoveError:
+        except m.MoveError:
             self._map.close()
             raise
 
@@ -90,17 +82,17 @@ def _check_memfd(fd: int, size: int) -> None:
         found = os.fstat(fd).st_size
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as exc:
-        raise MoveError(f"expected a memfd, found none: {exc}", "refused") from exc
+        raise m.MoveError(f"expected a memfd, found none: {exc}", "refused") from exc
     if not 0 < size <= found:
-        raise MoveError(f"{size} bytes to map, expected 1 to {found}, its size", "refused")
+        raise m.MoveError(f"{size} bytes to map, expected 1 to {found}, its size", "refused")
     if not seals & fcntl.F_SEAL_SHRINK:
-        raise MoveError(f"seals {seals:#x}, expected F_SEAL_SHRINK among them", "refused")
+        raise m.MoveError(f"seals {seals:#x}, expected F_SEAL_SHRINK among them", "refused")
 
 
 class _OpenTransfer(msgspec.Struct, eq=False):
     """A transfer that has not ended; start(part): of its blocks."""
 
-    asked: Transfer | Fill
+    asked: m.Transfer | m.Fill
     extent: Extent
     count: int  # of blocks
     step: int  # blocks of one chunk
@@ -109,7 +101,7 @@ class _OpenTransfer(msgspec.Struct, eq=False):
     at: int = 0  # blocks before it have been started
     flights: int = 0
     moved: int = 0
-    error: ErrorClass | None = None
+    error: m.ErrorClass | None = None
     text: str = ""
 
 
@@ -133,7 +125,7 @@ class TransferLoop:
     def __init__(
         self,
         agent: Agent,
-        send: Callable[[Ended | Unmapped | PeerRefused], None],
+        send: Callable[[m.Ended | m.Unmapped | m.PeerRefused], None],
         clock: Callable[[], float],
     ) -> None:
         """send: where results go. clock: seconds; NIXL takes time in the midst of a step."""
@@ -192,7 +184,7 @@ class TransferLoop:
         if extent.leaving and not extent.flights:
             del self._extents[number]
             extent.close()
-            self._send(Unmapped(number))
+            self._send(m.Unmapped(number))
 
     # Peers
 
@@ -229,7 +221,7 @@ class TransferLoop:
         self._drop_blocks(peer)
         if peer.known:
             peer.known = False
-            with contextlib.suppress(MoveError):  # NIXL may have forgotten it by itself
+            with contextlib.suppress(m.MoveError):  # NIXL may have forgotten it by itself
                 self._agent.remove_peer(peer.name)
         if peer.metadata is None:
             del self._peers[peer.name]
@@ -250,11 +242,11 @@ class TransferLoop:
             if name != peer.name:
                 if name not in self._peers:
                     self._agent.remove_peer(name)
-                raise MoveError(f"metadata of {name!r}, expected {peer.name!r}", "refused")
+                raise m.MoveError(f"metadata of {name!r}, expected {peer.name!r}", "refused")
             peer.known = True
-        except MoveError as exc:
+        except m.MoveError as exc:
             self._lose(peer, str(exc))
-            self._send(PeerRefused(peer.name, str(exc)))
+            self._send(m.PeerRefused(peer.name, str(exc)))
 
     def _lose(self, peer: _Peer, why: str) -> None:
         """Start nothing more with a peer, until it is added again."""
@@ -264,14 +256,14 @@ class TransferLoop:
 
     # Transfers
 
-    def start(self, asked: Transfer | Fill) -> str | None:
+    def start(self, asked: m.Transfer | m.Fill) -> str | None:
         """Queue a transfer; returns what is wrong if there can be no result."""
         if asked.id in self._open:
             return f"transfer {asked.id} is open, expected a new number"
         try:
             found = self._opened(asked)
-        except MoveError as exc:
-            self._send(Ended(asked.id, 0, 0.0, exc.error, str(exc)))
+        except m.MoveError as exc:
+            self._send(m.Ended(asked.id, 0, 0.0, exc.error, str(exc)))
             return None
         peer = self._peers[asked.peer]
         self._open[asked.id] = found
@@ -286,20 +278,20 @@ class TransferLoop:
         if found is not None:
             self._fail(found, "stopped", "abandoned")
 
-    def _opened(self, asked: Transfer | Fill) -> _OpenTransfer:
+    def _opened(self, asked: m.Transfer | m.Fill) -> _OpenTransfer:
         """Check a request. Raises MoveError."""
         peer, extent = self._peers.get(asked.peer), self._extents.get(asked.extent)
         if peer is None or (peer.changing and peer.metadata is None):
             raise _refused(f"peer {asked.peer!r}, expected one of {sorted(self._peers)}")
         if peer.gone:
-            raise MoveError(peer.gone, "gone")
+            raise m.MoveError(peer.gone, "gone")
         if extent is None or extent.leaving:
             raise _refused(f"extent {asked.extent}, expected one of {sorted(self._extents)}")
-        if isinstance(asked, Fill):
+        if isinstance(asked, m.Fill):
             return self._filling(asked, extent)
         return self._transfer(peer, asked, extent)
 
-    def _transfer(self, peer: _Peer, asked: Transfer, extent: Extent) -> _OpenTransfer:
+    def _transfer(self, peer: _Peer, asked: m.Transfer, extent: Extent) -> _OpenTransfer:
         if not asked.write and not extent.writable:
             raise _refused(f"a read into extent {asked.extent}, expected a writable one")
         if not 0 < asked.block_bytes <= min(asked.region_bytes, extent.bytes):
@@ -319,7 +311,7 @@ class TransferLoop:
         step = max(1, CHUNK_BYTES // asked.block_bytes)
         return _OpenTransfer(asked, extent, len(local), step, start, self._clock())
 
-    def _filling(self, asked: Fill, extent: Extent) -> _OpenTransfer:
+    def _filling(self, asked: m.Fill, extent: Extent) -> _OpenTransfer:
         parts, blocks = check_fill(asked, extent.bytes)
         parts += np.uint64(extent.address)
 
@@ -338,7 +330,7 @@ class TransferLoop:
         stop = found.at + found.step
         try:
             flight, over = found.start(slice(found.at, stop))
-        except MoveError as exc:
+        except m.MoveError as exc:
             if exc.error == "refused" and not peer.fresh:
                 peer.changing = True  # it may be reached by what NIXL knew before
                 peer.waiting.appendleft(found)
@@ -357,7 +349,7 @@ class TransferLoop:
         else:
             peer.flying.append((flight, found))
 
-    def _blocks(self, peer: _Peer, asked: Transfer) -> Blocks:
+    def _blocks(self, peer: _Peer, asked: m.Transfer) -> Blocks:
         key = (asked.address, asked.region_bytes, asked.block_bytes)
         blocks = peer.blocks.get(key)
         if blocks is None:
@@ -374,7 +366,7 @@ class TransferLoop:
             try:
                 if not self._agent.over(flight):
                     continue
-            except MoveError as exc:
+            except m.MoveError as exc:
                 error = exc
             peer.flying.remove(entry)
             self._moving_s = self._clock()
@@ -383,7 +375,9 @@ class TransferLoop:
                 self._failed(peer, found, error)
         self._change(peer)
 
-    def _landed(self, flight: Flight, found: _OpenTransfer, error: MoveError | None = None) -> None:
+    def _landed(
+        self, flight: Flight, found: _OpenTransfer, error: m.MoveError | None = None
+    ) -> None:
         if error is None:
             found.moved += self._agent.moved_bytes(flight)
         self._agent.let_go(flight)
@@ -393,12 +387,12 @@ class TransferLoop:
             self._end(found)
         self._unmap(found.asked.extent, found.extent)
 
-    def _failed(self, peer: _Peer, found: _OpenTransfer, exc: MoveError) -> None:
+    def _failed(self, peer: _Peer, found: _OpenTransfer, exc: m.MoveError) -> None:
         self._fail(found, exc.error, str(exc))
         if exc.error == "gone":
             self._lose(peer, str(exc))
 
-    def _fail(self, found: _OpenTransfer, error: ErrorClass, text: str) -> None:
+    def _fail(self, found: _OpenTransfer, error: m.ErrorClass, text: str) -> None:
         """Start nothing more of a transfer; the first error is what it ends with.
 
         One that was stopped has none yet: what is under way of it can still fail.
@@ -415,7 +409,7 @@ class TransferLoop:
     def _end(self, found: _OpenTransfer) -> None:
         del self._open[found.asked.id]
         seconds = self._clock() - found.since_s
-        self._send(Ended(found.asked.id, found.moved, seconds, found.error, found.text))
+        self._send(m.Ended(found.asked.id, found.moved, seconds, found.error, found.text))
 
     def _rest(self) -> None:
         """Peers with nothing open have no turn."""
@@ -428,7 +422,7 @@ def _may_start(peer: _Peer) -> bool:
     return bool(peer.waiting) and len(peer.flying) < FLIGHTS_MAX and not peer.changing
 
 
-def check_fill(asked: Fill, extent_bytes: int) -> tuple[Places, Places]:
+def check_fill(asked: m.Fill, extent_bytes: int) -> tuple[Places, Places]:
     """Return where parts begin, and engine blocks. Raises MoveError for an invalid request."""
     if len(asked.parts) % 8 or len(asked.blocks) % 4 or not asked.pages:
         raise _refused(f"{len(asked.pages)} runs of pages, {len(asked.parts)} bytes of parts")
@@ -447,8 +441,8 @@ def check_fill(asked: Fill, extent_bytes: int) -> tuple[Places, Places]:
     return parts, blocks
 
 
-def _refused(text: str) -> MoveError:
-    return MoveError(text, "refused")
+def _refused(text: str) -> m.MoveError:
+    return m.MoveError(text, "refused")
 
 
 def _positions(side: str, data: bytes, count: int) -> Indices:
