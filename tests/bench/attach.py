@@ -80,7 +80,7 @@ def _lookups(store: StoreProcess, rounds: int) -> list[Result]:
         while engine.busy:
             engine.step()
         stored = _settled(engine, store, count * LOOKUP_KEYS)
-        copied_bytes = engine.take_stats()["store_bytes"]
+        copied_bytes = engine.worker.take_stats()["store_bytes"]
         packed = [b"".join(hashes) for hashes in prompts]
         ours, bare = _round_trips(engine, packed, rounds)
     p50, bare_p50 = statistics.median(ours) * 1e3, statistics.median(bare) * 1e3

@@ -16,7 +16,7 @@ from typing import Self, TypeVar
 import torch
 
 from connectors.copies.host import LayerCache
-from connectors.engine_interface import BlockTable, Geometry, Step
+from connectors.engine_interface import Geometry, Step
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher
@@ -97,15 +97,11 @@ class BenchEngine:
         tokens = Geometry(BLOCK_TOKENS, BLOCK_TOKENS, (BLOCK_TOKENS,), rules)
         self.half = SchedulerHalf(tokens, self.client)
         if not self.client.wait_attached(ATTACH_S):
-            self.close()
+            self.__exit__()
             raise KVStoreError(f"not attached to the store in {ATTACH_S:.0f} s")
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Detach."""
         self.half.shutdown()
         self.worker.shutdown()
 
@@ -137,7 +133,8 @@ class BenchEngine:
         written: list[int] = []
         self._admit(cpu, written)
         scheduled = self._schedule(written)
-        meta = cpu.of(self.half.build_meta, Step(scheduled, written, self._table))
+        step = Step(scheduled, written, lambda name: (self._running[name].table,))
+        meta = cpu.of(self.half.build_meta, step)
         self.worker.before_step(meta)
         self.worker.start_loads(meta)
         time.sleep(FORWARD_S + FORWARD_S_PER_TOKEN * sum(scheduled.values()))
@@ -146,17 +143,16 @@ class BenchEngine:
         loaded, failed = self.worker.finished_loads(meta)
         over = Counter(self.worker.take_stores_over())
         cpu.of(self.half.on_output, over, loaded, failed)
+        if failed:
+            raise KVStoreError(f"loads failed: {failed}")
         for name in loaded:
-            self._loaded(cpu, self._loading.pop(name), failed)
+            self._running[name] = request = self._loading.pop(name)
+            cpu.of(self.half.update_state_after_alloc, name, (request.table,), 0)
         for request in finished:
             del self._running[request.request_id]
             cpu.of(self.half.request_finished, request.request_id, (request.table,))
             self._free.extend(request.table)
         return cpu.ns
-
-    def take_stats(self) -> Counter[str]:
-        """Return what the worker half counted."""
-        return self.worker.take_stats()
 
     def _admit(self, cpu: Cpu, written: list[int]) -> None:
         for _ in range(len(self._waiting)):
@@ -172,13 +168,6 @@ class BenchEngine:
             cpu.of(self.half.update_state_after_alloc, request.request_id, table, external)
             request.num_computed_tokens = external
             (self._loading if external else self._running)[request.request_id] = request
-
-    def _loaded(self, cpu: Cpu, request: Request, failed: set[str]) -> None:
-        if request.request_id in failed:
-            raise KVStoreError(f"the load for {request.request_id} failed")
-        table = (request.table,)
-        cpu.of(self.half.update_state_after_alloc, request.request_id, table, 0)
-        self._running[request.request_id] = request
 
     def _allocate(self, request: Request, tokens: int) -> list[int]:
         count = -(-tokens // BLOCK_TOKENS) - len(request.table)
@@ -207,6 +196,3 @@ class BenchEngine:
             if request.num_tokens % BLOCK_TOKENS == 0:
                 request.block_hashes.append(self._rng.randbytes(HASH_BYTES))
         return request.num_tokens >= request.tokens_max
-
-    def _table(self, name: str) -> BlockTable | None:
-        return (self._running[name].table,)

@@ -80,16 +80,40 @@ def each(count: int, threads: int, move: Callable[[int], None]) -> None:
             raise KVStoreError(f"the benchmark's own files: {exc}") from exc
 
 
-class ThreadLoop:
-    """One preallocated file with direct I/O: each thread moves the next blocks, nothing else."""
+class Reference:
+    """One file without a tier."""
+
+    name: str
+
+    def __init__(self, folder: Path, blocks: Sequence[memoryview], depth: Depth) -> None:
+        self._path = folder / "reference"
+        self._blocks = blocks
+        self._depth = depth
+
+    def write(self) -> Moved:
+        """Write all blocks."""
+        return self._move("write", self._depth.write)
+
+    def read(self) -> Moved:
+        """Read all blocks back."""
+        return self._move("read", self._depth.read)
+
+    def _move(self, kind: str, depth: int) -> Moved:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._path.unlink(missing_ok=True)
+
+
+class ThreadLoop(Reference):
+    """Preallocated, with direct I/O: each thread moves the next blocks, nothing else."""
 
     name = "O_DIRECT loop"
 
     def __init__(self, folder: Path, blocks: Sequence[memoryview], depth: Depth) -> None:
         """Preallocate the file. Raises KVStoreError without direct I/O."""
-        self._blocks = blocks
-        self._depth = depth
-        self._path = folder / "loop"
+        super().__init__(folder, blocks, depth)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
             self._fd = os.open(self._path, flags | os.O_DIRECT, 0o600)
@@ -97,15 +121,8 @@ class ThreadLoop:
         except OSError as exc:
             raise KVStoreError(f"{folder}: no file with direct I/O: {exc.strerror}") from exc
 
-    def write(self) -> Moved:
-        """Write all blocks."""
-        return self._move(os.pwritev, self._depth.write)
-
-    def read(self) -> Moved:
-        """Read all blocks back."""
-        return self._move(os.preadv, self._depth.read)
-
-    def _move(self, call: Callable[[int, list[memoryview], int], int], depth: int) -> Moved:
+    def _move(self, kind: str, depth: int) -> Moved:
+        call = os.pwritev if kind == "write" else os.preadv
         size = len(self._blocks[0])
         step = max(1, self._depth.call_bytes // size)
         firsts = range(0, len(self._blocks), step)
@@ -120,32 +137,21 @@ class ThreadLoop:
     def close(self) -> None:
         """Remove the file."""
         os.close(self._fd)
-        self._path.unlink()
+        super().close()
 
 
-class Fio:
-    """fio with as many threads, each in its own part of one file; huge pages where glibc asks."""
+class Fio(Reference):
+    """fio with as many threads, each in its own part of the file; huge pages where glibc asks.
+
+    It has memory of its own: only the number of blocks and their size are used.
+    """
 
     name = "fio"
 
-    def __init__(self, folder: Path, blocks: Sequence[memoryview], depth: Depth) -> None:
-        """Only the number of blocks and their size are used: fio has memory of its own."""
-        self._path = folder / "fio"
-        self._blocks = len(blocks)
-        self._block_bytes = len(blocks[0])
-        self._depth = depth
-
-    def write(self) -> Moved:
-        """Write all blocks."""
-        return self._run("write", self._depth.write)
-
-    def read(self) -> Moved:
-        """Read all blocks back."""
-        return self._run("read", self._depth.read)
-
-    def _run(self, kind: str, depth: int) -> Moved:
-        call_bytes = max(self._block_bytes, self._depth.call_bytes)
-        part = self._blocks * self._block_bytes // depth // call_bytes * call_bytes
+    def _move(self, kind: str, depth: int) -> Moved:
+        block_bytes = len(self._blocks[0])
+        call_bytes = max(block_bytes, self._depth.call_bytes)
+        part = len(self._blocks) * block_bytes // depth // call_bytes * call_bytes
         options = {
             "name": "kvstore",
             "filename": str(self._path),
@@ -173,7 +179,7 @@ class Fio:
             job = json.loads(done.stdout)["jobs"][0]
             # Run time is the sum over threads here, and the shares are of it.
             cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
-            blocks = job[kind]["io_bytes"] / self._block_bytes
+            blocks = job[kind]["io_bytes"] / block_bytes
             return Moved(float(job[kind]["bw_bytes"]), cpu_s / blocks * 1e6)
         except subprocess.CalledProcessError as exc:
             raise KVStoreError(f"fio: {exc.stderr.strip() or exc}") from exc
@@ -182,12 +188,8 @@ class Fio:
         except (ValueError, LookupError, ZeroDivisionError) as exc:
             raise KVStoreError(f"fio reports in a form that is not known here: {exc!r}") from exc
 
-    def close(self) -> None:
-        """Remove the file."""
-        self._path.unlink(missing_ok=True)
 
-
-def reference(folder: Path, blocks: Sequence[memoryview], depth: Depth) -> System:
+def reference(folder: Path, blocks: Sequence[memoryview], depth: Depth) -> Reference:
     """Take fio where it is installed."""
     kind = ThreadLoop if shutil.which("fio") is None else Fio
     return kind(folder, blocks, depth)
