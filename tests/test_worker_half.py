@@ -162,6 +162,16 @@ def test_O23_memory_is_given_back_while_a_load_waits_for_long(rig: Rig) -> None:
     assert half._loads_open == {"r"}
 
 
+def test_a_request_that_loads_again_gets_what_the_second_job_names(rig: Rig) -> None:
+    chain, other = hashes(2), hashes(2, "other")
+    rig.put(chain, [1, 2])
+    rig.put(other, [3, 4])
+    assert rig.load(rig.load_job("r", rig.ask(chain), [10, 11])) == [False]
+    assert rig.load(rig.load_job("r", rig.ask(other), [12, 13])) == [False]
+    assert rig.ranks[0].holds(12, 3)
+    assert rig.ranks[0].holds(13, 4)
+
+
 def test_O15_a_load_whose_slot_is_never_filled_fails_in_time_and_holds_up_nobody(
     rig: Rig,
 ) -> None:
