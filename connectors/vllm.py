@@ -273,7 +273,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_side().finish(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Ask for one more step while blocks of finished requests wait to be stored."""
+        """Ask for one more step while blocks wait to be stored, or a hand-over to be told of.
+
+        The name is vLLM's: what is being pushed needs no step.
+        """
         return self._scheduler is not None and self._scheduler.half.has_pending_work()
 
     def take_events(self) -> Iterable[Any]:

@@ -60,19 +60,29 @@ def problems(rows: list[str], later: set[str], tests: Mapping[str, list[str]]) -
     return wrong
 
 
+def places() -> dict[str, str]:
+    """Return the file of each test of this repository."""
+    files = sorted({path for pattern in COLLECTED for path in ROOT.glob(pattern)})
+    return {
+        name: path.relative_to(ROOT).as_posix()
+        for path in files
+        for name in names_of(path.read_text(encoding="utf-8"))
+    }
+
+
 def read() -> tuple[list[str], set[str], dict[str, list[str]]]:
     """Return rows, those for later, and tests by row, of this repository."""
-    files = sorted({path for pattern in COLLECTED for path in ROOT.glob(pattern)})
-    names = [name for path in files for name in names_of(path.read_text(encoding="utf-8"))]
     rows, later = rows_of(CONTRACT.read_text(encoding="utf-8"))
-    return rows, later, by_row(names)
+    return rows, later, by_row(places())
 
 
 def main() -> int:
     """Print the table and what is wrong with it; 1 if anything is."""
     rows, later, tests = read()
+    files = places()
     for row in rows:
-        shown = tests.get(row, ["later" if row in later else "NO TEST"])
+        shown = [f"{files[name]}::{name}" for name in tests.get(row, ())]
+        shown = shown or ["later" if row in later else "NO TEST"]
         sys.stdout.writelines(
             f"{'' if number else row:<4} {name}\n" for number, name in enumerate(shown)
         )

@@ -319,7 +319,7 @@ def test_S1_an_engine_of_another_user_is_served_by_a_store_that_names_it(open_fo
             pass
 
 
-# D14: whose the path is
+# Whose a socket's path is
 
 
 def serve(path: Path, log: Path, more: str = "") -> subprocess.Popen[bytes]:

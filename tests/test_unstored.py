@@ -24,7 +24,7 @@ def ended(slots: int, geometry: Geometry = ONE_GROUP) -> tuple[Script, Request]:
     return script, request
 
 
-def test_B10_what_found_no_slot_keeps_its_engine_blocks_until_it_has_one() -> None:
+def test_B10_P5_what_found_no_slot_keeps_its_engine_blocks_until_it_has_one() -> None:
     script, request = ended(slots=1)
     (step,) = script.steps()
     tail = tail_hash(ONE_GROUP, request, TOKENS)

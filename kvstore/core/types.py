@@ -106,7 +106,7 @@ class GroupRule(msgspec.Struct, frozen=True):
         whole prefix must be (full attention). A sliding window of w tokens needs
         max(1, ceil((w - 1) / block_tokens)), a recurrent state 1.
     reach: how many tokens of the first of these blocks are needed, if the hit ends with a block.
-    exact: a block stands for the tokens up to its end, and for no fewer: a recurrent state.
+    exact: recurrent state: a block stands for all tokens up to its end, and cannot serve fewer.
     """
 
     trailing: Trailing | None = None

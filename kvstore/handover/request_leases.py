@@ -125,43 +125,43 @@ class RequestLeases:
 
         fixed: heartbeats do not move end_ns.
         """
-        hand = self._leases.get((manager, request))
-        if hand is not None and hand.running and hand.owner == owner:
-            hand.running, hand.fixed = False, fixed
-            hand.deadline_ns = end_ns if fixed else max(hand.deadline_ns, end_ns)
-            hand.ended_ns, hand.late_ns = now_ns, now_ns + LATE_NS
-            hand.lease_ns = end_ns - now_ns
-            hand.keys = tuple(keys)
-            hand.missing = dict.fromkeys(hand.keys)
-            if hand.wanted:
-                self._pin(hand, now_ns)
+        lease = self._leases.get((manager, request))
+        if lease is not None and lease.running and lease.owner == owner:
+            lease.running, lease.fixed = False, fixed
+            lease.deadline_ns = end_ns if fixed else max(lease.deadline_ns, end_ns)
+            lease.ended_ns, lease.late_ns = now_ns, now_ns + LATE_NS
+            lease.lease_ns = end_ns - now_ns
+            lease.keys = tuple(keys)
+            lease.missing = dict.fromkeys(lease.keys)
+            if lease.wanted:
+                self._pin(lease, now_ns)
             else:
-                self._end(hand, "released")
+                self._end(lease, "released")
 
     def gone(self, request: str, manager: Manager, owner: int) -> None:
         """A request has ended without blocks for anybody; unknown ones are ignored."""
-        hand = self._leases.get((manager, request))
-        if hand is not None and hand.owner == owner:
-            self._end(hand, "gone")
+        lease = self._leases.get((manager, request))
+        if lease is not None and lease.owner == owner:
+            self._end(lease, "gone")
 
     def end_of(self, owner: int) -> None:
         """A session has ended: what its requests still compute will not come."""
-        for hand in [hand for hand in self._leases.values() if hand.owner == owner]:
-            hand.owner = NOBODY
-            if hand.running:
-                self._end(hand, "gone")
+        for lease in [lease for lease in self._leases.values() if lease.owner == owner]:
+            lease.owner = NOBODY
+            if lease.running:
+                self._end(lease, "gone")
 
-    def _end(self, hand: RequestLease, how: End) -> None:
-        name = hand.manager, hand.request
+    def _end(self, lease: RequestLease, how: End) -> None:
+        name = lease.manager, lease.request
         del self._leases[name]
-        self.held_bytes -= len(hand.pinned) * hand.slot_bytes
-        for entry in hand.pinned:
-            hand.manager.unpin(entry)
-        if hand.common:
-            same = self._common[hand.manager, hand.common]
-            same.remove(hand.request)
+        self.held_bytes -= len(lease.pinned) * lease.slot_bytes
+        for entry in lease.pinned:
+            lease.manager.unpin(entry)
+        if lease.common:
+            same = self._common[lease.manager, lease.common]
+            same.remove(lease.request)
             if not same:
-                del self._common[hand.manager, hand.common]
+                del self._common[lease.manager, lease.common]
         self._past[name] = how
         if len(self._past) > PAST_MAX:
             del self._past[next(iter(self._past))]
@@ -189,22 +189,22 @@ class RequestLeases:
 
     def may_come(self, name: str, manager: Manager, key: BlockKey) -> bool:
         """Tell whether a request may still store a block."""
-        hand = self._find(name, manager)
-        return hand is not None and hand.wanted and (hand.running or key in hand.missing)
+        lease = self._find(name, manager)
+        return lease is not None and lease.wanted and (lease.running or key in lease.missing)
 
     def computes(self, name: str, manager: Manager) -> bool:
         """Tell whether a request still runs, and a consumer waits for what it computes."""
-        hand = self._find(name, manager)
-        return hand is not None and hand.wanted and hand.running
+        lease = self._find(name, manager)
+        return lease is not None and lease.wanted and lease.running
 
     def keep(self, manager: Manager | None, name: str, end_ns: int) -> None:
         """A request waits for what is held: hold it until end_ns at least."""
-        hand = self._find(name, manager)
-        if hand is None:
+        lease = self._find(name, manager)
+        if lease is None:
             self._counts["unknown"] += 1
-        elif not hand.fixed:
+        elif not lease.fixed:
             self._counts["extended"] += 1
-            hand.deadline_ns = max(hand.deadline_ns, end_ns)
+            lease.deadline_ns = max(lease.deadline_ns, end_ns)
 
     def report(self, manager: Manager | None, name: str, rank: int, consumers: int) -> RequestState:
         """One of a request's consumers is done; what is held goes when all of them are.
@@ -214,49 +214,49 @@ class RequestLeases:
         if self.ambiguous(name, manager):
             self._counts["ambiguous"] += 1
             return "ambiguous"
-        hand = self._find(name, manager)
-        if hand is None:
+        lease = self._find(name, manager)
+        if lease is None:
             past = self._past.get((manager, name))
             self._counts["unknown"] += past is None
             return past or "unknown"
-        if hand.consumers not in {0, consumers}:
-            raise ProtocolError(f"{consumers} consumers, others said {hand.consumers}")
-        hand.consumers = consumers
-        hand.reported.add(rank)
-        if hand.running or hand.wanted:
+        if lease.consumers not in {0, consumers}:
+            raise ProtocolError(f"{consumers} consumers, others said {lease.consumers}")
+        lease.consumers = consumers
+        lease.reported.add(rank)
+        if lease.running or lease.wanted:
             return "waits"
-        self._end(hand, "released")
+        self._end(lease, "released")
         return "released"
 
     # Time
 
     def tick(self, now_ns: int) -> None:
         """Pin what has become ready, and let go of what was held long enough."""
-        for hand in list(self._leases.values()):
-            if hand.running:
+        for lease in list(self._leases.values()):
+            if lease.running:
                 continue
-            if hand.missing:
-                self._pin(hand, now_ns)
-            if now_ns >= hand.late_ns:
-                hand.missing.clear()
-            if not hand.missing and now_ns >= hand.deadline_ns:
-                self._end(hand, "lapsed")
+            if lease.missing:
+                self._pin(lease, now_ns)
+            if now_ns >= lease.late_ns:
+                lease.missing.clear()
+            if not lease.missing and now_ns >= lease.deadline_ns:
+                self._end(lease, "lapsed")
 
-    def _pin(self, hand: RequestLease, now_ns: int) -> None:
+    def _pin(self, lease: RequestLease, now_ns: int) -> None:
         """Pin what is ready, as far as the cap goes."""
-        for key in list(hand.missing):
-            if hand.manager.ready(key) is None:
+        for key in list(lease.missing):
+            if lease.manager.ready(key) is None:
                 continue
-            del hand.missing[key]
-            hand.late_ns = now_ns + LATE_NS
-            if self.held_bytes + hand.slot_bytes <= self._held_bytes_max:
-                entry = hand.manager.pin(key)
+            del lease.missing[key]
+            lease.late_ns = now_ns + LATE_NS
+            if self.held_bytes + lease.slot_bytes <= self._held_bytes_max:
+                entry = lease.manager.pin(key)
                 if entry is not None:
-                    hand.pinned.append(entry)
-                    self.held_bytes += hand.slot_bytes
-        if not hand.missing:
-            self._stored_ns.append(now_ns - hand.ended_ns)
-            hand.deadline_ns = max(hand.deadline_ns, now_ns + hand.lease_ns)
+                    lease.pinned.append(entry)
+                    self.held_bytes += lease.slot_bytes
+        if not lease.missing:
+            self._stored_ns.append(now_ns - lease.ended_ns)
+            lease.deadline_ns = max(lease.deadline_ns, now_ns + lease.lease_ns)
 
     def take_stored_ns(self) -> list[int]:
         """Return how long after each request's end its last block was ready; once each."""

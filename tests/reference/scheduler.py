@@ -168,7 +168,7 @@ class Scheduler:
         return True
 
     def _admit(self, request: Request) -> bool:
-        """Let a request run or load; False if there is no room, and for nobody behind it."""
+        """Let a request run or load, or ask again later; False: no room, nor for any behind it."""
         start, hit = request.num_computed_tokens, None
         external, loads = 0, False
         if start == 0 and not request.holds_blocks:
