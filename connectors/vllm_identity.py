@@ -63,7 +63,14 @@ VARIABLES = (
     "VLLM_VIDEO_LOADER_BACKEND",
 )
 ADDED_VARIABLES = ("VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",)  # by vLLM 0.33
-TOLD = ("code", "dtype", "load_format", "quantization", "weights")  # have traits of their own
+TOLD = (
+    "code",
+    "dtype",
+    "load_format",
+    "plug_in",
+    "quantization",
+    "weights",
+)  # have traits of their own
 OTHER_MODELS = ("audio_model_id", "text_model_id")  # in hf_config: they have a part's weights
 DRAFTERLESS = ("ngram", "ngram_gpu", "suffix")  # drafts of these leave no KV
 
@@ -95,7 +102,7 @@ def identity(config: Any) -> tuple[str, dict[str, str], str]:
     rest = [fact for name, fact in computing.items() if name not in TOLD]
     rest += [facts["settings"], facts["variables"]]
     traits = {
-        "engine": f"vLLM {VERSION}, {computing['code']}",
+        "engine": f"vLLM {VERSION}, {computing['plug_in'][:TRAIT_DIGITS]} {computing['code']}",
         "model": Path(model.model).name if Path(model.model).exists() else model.model,
         "weights": computing["weights"][:TRAIT_DIGITS],
         "loading": str(load.load_format),
@@ -128,12 +135,13 @@ def _model(model: Any, load: Any, lengths: tuple[int, ...]) -> tuple[dict[str, A
     facts: dict[str, Any] = {
         "code": f"{code.__module__}.{code.__qualname__}",
         "hf_config": _config_of(model),
+        "plug_in": "",
         "weights": "not named",
         **_fields(model, "model_config"),
         **_fields(load, "load_config"),
     }
     try:
-        facts["code"] += _code_of(code)
+        facts["plug_in"] = _code_of(code)
         facts["weights"] = weights_of(model, load)
         facts["images"] = _images(model.multimodal_config)
         facts["lengths"] = [decided_by_length(model, code, length) for length in lengths]
@@ -154,10 +162,10 @@ def _code_of(code: type) -> str:
         file = Path(inspect.getfile(code))
     except (OSError, TypeError) as exc:
         raise UnnamedError(f"the code of {code.__qualname__} is in no file: {exc}") from exc
-    if "." in code.__module__:
+    if "." in code.__module__ or file.name == "__init__.py":
         top = Path(getattr(sys.modules.get(package), "__file__", None) or "").parent
         file = top if file.is_relative_to(top) else file.parent
-    return f" {code_fingerprint(file)}"
+    return code_fingerprint(file)
 
 
 def _drafter(speculative: Any, load: Any, length: int) -> tuple[dict[str, Any] | None, str]:

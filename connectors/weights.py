@@ -16,7 +16,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,6 +29,7 @@ SUFFIXES = frozenset(
 )
 # Code of the model, and JSON files that say which tensors are where, or how values are scaled.
 CODE = ".py"
+COMPILED = (".so", ".pyd")  # and code that is no Python
 SIDE_FILES = ("index", "quant", "scale", "processor", "adapter")
 FILES_MAX = 100_000
 MEMORY_BYTES_MAX = 4 << 20
@@ -49,7 +50,7 @@ def fingerprint(place: Path, memory: Path | None) -> str:
     ask at the same time read once. None: all is read.
     """
     try:
-        files = _files(place)
+        files = _files(place, _decides_weights)
         if not any(file.suffix in SUFFIXES for _, file in files):
             raise UnnamedError(f"no weight files in {place}")
         with _remembered(memory) as known:
@@ -60,11 +61,13 @@ def fingerprint(place: Path, memory: Path | None) -> str:
 
 
 def code_fingerprint(place: Path) -> str:
-    """Digest the Python files in a folder, or a single one. Raises UnnamedError."""
+    """Digest the code in a folder, or in a single file. Raises UnnamedError."""
     try:
-        files = [(name, file) for name, file in _files(place) if file.suffix == CODE]
+        files = _files(place, lambda file: file.suffix in COMPILED or file.suffix == CODE)
     except OSError as exc:
         raise UnnamedError(f"{exc.filename or place}: {exc.strerror}") from exc
+    if not files:
+        raise UnnamedError(f"no code in {place}")
     return _whole(files, [digest_of(file) for _, file in files])
 
 
@@ -83,8 +86,13 @@ def digest_of(file: Path) -> str:
         raise UnnamedError(f"{file}: {exc.strerror}") from exc
 
 
-def _files(place: Path) -> list[tuple[str, Path]]:
-    """List what decides a model's weights, by their names in the folder; links are followed."""
+def _decides_weights(file: Path) -> bool:
+    side = file.suffix == ".json" and any(part in file.name for part in SIDE_FILES)
+    return file.suffix in SUFFIXES or file.suffix == CODE or side
+
+
+def _files(place: Path, counts: Callable[[Path], bool]) -> list[tuple[str, Path]]:
+    """List the files that count, by their names in the folder; links are followed."""
     if place.is_file():
         return [(place.suffix, place)]  # under another name it is the same model
     found = []
@@ -101,8 +109,7 @@ def _files(place: Path) -> list[tuple[str, Path]]:
         seen.add((here.st_dev, here.st_ino))
         for name in names:
             file = Path(folder) / name
-            side = file.suffix == ".json" and any(part in name for part in SIDE_FILES)
-            if file.suffix in SUFFIXES or file.suffix == CODE or side:
+            if counts(file):
                 found.append((file.relative_to(place).as_posix(), file))
         if len(found) > FILES_MAX:
             raise UnnamedError(f"{place} has {len(found)} weight files, expected up to {FILES_MAX}")

@@ -106,7 +106,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("doors -k settings_that_an_engine_gives", ", self.listen, self.engine", ", self.listen"),
     ),
     "connectors/vllm.py": (
-        ("engine/connector -k S2_an_engine_whose_id", "refuse_engine_id(engine_id)"),
+        ("engine/adapter -k S2_an_engine_whose_id", "refuse_engine_id(engine_id)"),
     ),
     "connectors/events.py": (
         ("events -k O16_events_have_tokens", "names, found.parent, found.", "names, None, found."),

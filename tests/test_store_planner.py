@@ -231,3 +231,12 @@ def test_a_request_is_due_when_its_next_block_can_be_complete() -> None:
     desk.client.credits.append(5)
     assert desk.offer(request, tracked, [1, 2]) == 48
     assert desk.declined == 2
+
+
+def test_without_a_session_nothing_is_due_and_nothing_is_declined() -> None:
+    desk = Desk(credits_count=0)
+    desk.client.session = 0
+    request, tracked = desk.new("a", 2)
+    assert desk.offer(request, tracked, [1, 2]) == 0
+    assert desk.offers.take_jobs() == ()
+    assert desk.declined == 0

@@ -489,19 +489,26 @@ def test_O22_another_version_of_a_plug_ins_model_code_is_another_model(
 
     package = tmp_path / "plug_in_of_a_test"
     (package / "models").mkdir(parents=True)
-    (package / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("class Top: ...\n")
     (package / "ops.py").write_text("SCALE = 1\n")
     (package / "models" / "__init__.py").write_text("class Model: ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
         model = importlib.import_module("plug_in_of_a_test.models").Model
-        before = _code_of(model)
-        assert _code_of(model) == before != ""
+        top = importlib.import_module("plug_in_of_a_test").Top
+        seen = {_code_of(model)}
+        assert seen == {_code_of(top)}
         (package / "ops.py").write_text("SCALE = 2\n")
-        assert _code_of(model) != before
+        assert seen.isdisjoint({_code_of(model), _code_of(top)})
+        seen.add(_code_of(model))
+        (package / "compiled.so").write_bytes(b"code")
+        assert _code_of(model) not in seen
     finally:
         for name in ("plug_in_of_a_test", "plug_in_of_a_test.models"):
             sys.modules.pop(name, None)
     with pytest.raises(UnnamedError, match="the code of Nowhere is in no file"):
         _code_of(type("Nowhere", (), {"__module__": "made_up"}))
     assert _code_of(LlamaForCausalLM) == "", "vLLM's version is a trait of its own"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UnnamedError, match="no code in "):
+        weights.code_fingerprint(tmp_path / "empty")

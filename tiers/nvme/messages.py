@@ -153,17 +153,21 @@ class Connection(Generic[M]):
         Raises EOFError when the other end is closed, OSError, and BlockingIOError with
         MSG_DONTWAIT when it is not there yet.
         """
-        buffer, end = self._buffer, NUMBER.size
-        while len(buffer) < end or len(buffer) < (
-            end := NUMBER.size + NUMBER.unpack_from(buffer)[0]
-        ):
-            data = self._end.recv(_READ_BYTES, flags)
-            if not data:
-                raise EOFError
-            buffer += data
+        buffer = self._buffer
+        self._fill(NUMBER.size, flags)
+        end = NUMBER.size + NUMBER.unpack_from(buffer)[0]
+        self._fill(end, flags)
         body = bytes(memoryview(buffer)[NUMBER.size : end])
         del buffer[:end]
         return self._decoder.decode(body)
+
+    def _fill(self, count: int, flags: int) -> None:
+        """Have so many bytes in the buffer; what has come stays there if not all is there yet."""
+        while len(self._buffer) < count:
+            data = self._end.recv(_READ_BYTES, flags)
+            if not data:
+                raise EOFError
+            self._buffer += data
 
     def close(self) -> None:
         """Close this end; safe to call twice."""
