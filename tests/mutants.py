@@ -262,6 +262,16 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("manager -k O20_each_grant", "generations[slot] = (generations[slot] + 1) & 0xFFFFFFFF"),
         ("tiering manager -k O15_O20", "._grow_generation(slot, 2)", "._grow_generation(slot, 1)"),
         (
+            "manager -k O20_a_lease_holds",
+            "run, path = runs[group]",
+            "run, path = runs[group][0], True",
+        ),
+        (
+            "manager -k O20_a_lease_holds",
+            "if entry.children:  # a hole",
+            "if False:  # a hole",
+        ),
+        (
             "manager -k O20_a_leased_path",
             "self.leases.pin_all()\n        self._policy.inherit(entry)",
             "self._policy.inherit(entry)",

@@ -230,6 +230,33 @@ def test_O20_a_leased_path_keeps_its_slots_whichever_block_leaves(leaves: int | 
     assert sorted(rig.grant(3)) == [0, 1, 2]
 
 
+def test_O20_a_lease_holds_blocks_that_do_not_hang_one_below_the_other() -> None:
+    """An engine names the parents of what it stores: a wrong one costs nobody a slot."""
+    rig, blocks = Rig(3), chain(2)
+    (slot,) = rig.grant()
+    rig.manager.begin_store(blocks.key(0, 1), None, slot)  # it has a parent
+    rig.manager.complete_store(slot, ok=True)
+    (first,) = rig.grant()
+    assert rig.promote(blocks.key(0, 0), None, first)
+    lease = rig.lease(blocks)
+    assert lease.groups[0].generations == [rig.generations[first] + 1, rig.generations[slot]]
+    rig.arrive(first, ok=True)
+    assert len(rig.grant(3)) == 1, "a leased slot was granted"
+
+
+def test_O20_a_lease_holds_its_path_when_a_write_leaves_a_hole() -> None:
+    """From then on a lookup of made-up hashes may hang blocks elsewhere."""
+    rig, blocks = Rig(5), chain(2)
+    rig.put(blocks)
+    lease = rig.lease(blocks)
+    written = chain(2, "w")
+    above = rig.begin(written, 0)
+    rig.begin(written, 1)
+    rig.manager.complete_store(above, ok=False)
+    assert rig.manager.index.holes == 1
+    assert [entry.pins for entry in lease.entries] == [1, 1]
+
+
 def test_what_is_not_ready_cannot_be_dropped_or_pinned() -> None:
     rig, blocks = Rig(1), chain(1)
     assert not rig.manager.drop(blocks.key(0, 0), "clear")

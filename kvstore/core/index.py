@@ -284,11 +284,14 @@ class Index:
         entries = ((index, self.get(chain.key(group, index))) for index in range(limit))
         return [(index, e) for index, e in entries if e and (e.state is _READY or e.state is also)]
 
-    def run(self, chain: Chain, group: int, limit: int, *, coming: bool = True) -> list[Entry]:
+    def run(
+        self, chain: Chain, group: int, limit: int, *, coming: bool = True
+    ) -> tuple[list[Entry], bool]:
         """Return the entries of a chain's leading blocks up to the first that is not here.
 
         They are what hangs above the last one that a search finds; all are compared with the chain.
-        While there is a hole, or if one is not the chain's, they are looked up one by one.
+        While there is a hole, or if one is not the chain's, they are looked up one by one. Also
+        tells which it was: True, if each entry hangs below the one before and nothing is cut off.
         """
         also = _COMING if coming else _READY
         if not self.holes:
@@ -300,8 +303,8 @@ class Index:
                 at = at.parent
             path.reverse()
             if [entry.key for entry in path] == chain.keys(group, end):
-                return path
-        return self._scan(chain, group, limit, also)
+                return path, True
+        return self._scan(chain, group, limit, also), False
 
     def _scan(self, chain: Chain, group: int, limit: int, also: State) -> list[Entry]:
         """Do as run, whatever the entries say of their parents.

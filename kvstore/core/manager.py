@@ -240,6 +240,8 @@ class Manager:
         """A slot is not on credit any more, and nothing is being written into it."""
         entry = self._granted.pop(slot)
         if isinstance(entry, Entry) and entry.state is _WRITING:
+            if entry.children:  # a hole: lookups may hang entries elsewhere from now on
+                self.leases.pin_all()
             self.index.remove(entry)
             self._parent_freed(entry)
 
@@ -338,26 +340,26 @@ class Manager:
         """
         limit = min(limit, chain.blocks)
         full = [group for group, rule in enumerate(self.rules) if rule.trailing is None]
-        runs: dict[int, list[Entry]] = {}
+        runs: dict[int, tuple[list[Entry], bool]] = {}
         for group in full:
             runs[group] = self.index.run(chain, group, limit, coming=coming)
-            limit = min(limit, len(runs[group]))
+            limit = min(limit, len(runs[group][0]))
         if limit == 0:
             return None
         hits: list[GroupHit] = []
         entries: list[Entry] = []
         pinned: list[Entry] = []
-        paths = not self.index.holes
         for group in range(len(self.rules)):
-            if path := group in runs:
-                present = runs[group][:limit]
+            path = False
+            if group in runs:
+                run, path = runs[group]
+                present = run[:limit]
                 indices: Sequence[int] = range(len(present))
             else:
                 found = self.index.present(chain, group, limit, coming=coming)
                 indices = [index for index, _ in found]
                 present = [entry for _, entry in found]
-            path = path and paths
-            hits.append(hit_of(indices, present, self._generations, path=path))
+            hits.append(hit_of(indices, present, self._generations))
             entries += present
             pinned += present[-1:] if path else present
         if not entries:
