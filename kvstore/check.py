@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import msgspec
@@ -113,10 +113,13 @@ def _nodes(chosen: int | None) -> Finding:
     text = "taken from any node, as the kernel decides"
     if chosen is not None:
         text = f"taken from node {chosen} while it has room"
-    shown = [", ".join(map(str, numbers)) or "none known" for numbers in (there, gpus)]
-    text += "; nodes with memory: {}, GPUs at nodes: {}".format(*shown)
+    text += f"; nodes with memory: {_listed(there)}, GPUs at nodes: {_listed(gpus)}"
     far = len(there) > 1 and bool(gpus) and gpus != [chosen]
     return Finding(Level.NOTE if far else Level.OK, "numa", text)
+
+
+def _listed(numbers: Collection[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none known"
 
 
 def _disk(config: Config) -> Iterator[Finding]:

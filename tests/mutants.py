@@ -46,6 +46,10 @@ class Mutant(NamedTuple):
 # condition never holds, and a statement is not there.
 LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/store/sessions.py": (
+        (
+            "store -k S2_a_scheduler_half",
+            'raise ProtocolError(f"{type(message).__name__} before Welcome")',
+        ),
         ("local_limits -k S2_what_raises", "except Exception:", "except ZeroDivisionError:"),
         (
             "local_limits -k S2_what_raises",
@@ -154,6 +158,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "store -k S2_lookups_that_wait",
             "session.asked_bytes += len(lookup.hashes)",
         ),
+        ("store -k S2_lookups_that_wait", "session.asked_bytes -= len(ask.chain.packed)"),
         ("store -k S2_lookups_that_wait", "len(session.asks) >= limits.ASKS_MAX", "False"),
         (
             "store store_blocks -k O20_leases_are_capped",

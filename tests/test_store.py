@@ -56,6 +56,18 @@ def test_an_engine_is_active_when_all_its_parts_are_there_and_memory_is_mapped()
     assert session == {town.store.sessions["engine"].number}
 
 
+def test_S2_a_scheduler_half_that_asks_before_its_session_is_welcome_is_refused() -> None:
+    """Its workers are not there yet, and so there is no model to look into."""
+    town = Town()
+    early = Engine(town, "early", world=1, maps=False)
+    town.say(early.scheduler, p.Hello(p.VERSION, "early", "scheduler", 0, 1, 4))
+    town.say(early.scheduler, p.Step(lookups=(p.Lookup(1, bytes(32), 32),)))
+    (detach,) = town.take(early.scheduler, p.Detach)
+    assert detach.reason == "Step before Welcome"
+    assert town.store.numbers.counts["kvstore_refused", "protocol"] == 1
+    assert not town.store.numbers.counts["kvstore_refused", "internal"]
+
+
 def test_a_worker_that_does_not_map_what_is_there_ends_its_session_only() -> None:
     town = Town()
     good = town.attach("good")
@@ -357,3 +369,10 @@ def test_S2_lookups_that_wait_have_a_limit_and_the_next_is_answered_at_once(
     engine.pump()
     assert first not in engine.granted
     assert engine.granted[second].lease == 0
+    town.tick(60_000)
+    engine.pump()
+    assert engine.granted[first].lease == 0, "its time is over"
+    third = engine.ask(chain)
+    town.tick()
+    engine.pump()
+    assert third not in engine.granted, "there is room again"

@@ -113,7 +113,10 @@ class CpuExtent:
 
 
 class CpuMemory:
-    """Makes extents on a helper thread and never holds more than capacity_bytes."""
+    """Makes extents on a helper thread and never holds more than capacity_bytes.
+
+    No method blocks, except close.
+    """
 
     def __init__(self, capacity_bytes: int, extent_bytes: int, node: int | None = None) -> None:
         """extent_bytes: size of each extent; the unit of growth. node: NUMA node, see CpuExtent.

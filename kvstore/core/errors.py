@@ -1,4 +1,9 @@
-"""Every error this project raises on purpose, and the one that means a bug."""
+"""Every error this project raises on purpose, and the one that means a bug.
+
+KVStoreError: ConfigError, ProtocolError, NotSupported, PeerError, and
+TierError: TierFull, TierIOError (may be retried), BlockCorrupt.
+InvariantBroken is a BaseException, so that nobody catches it by accident.
+"""
 
 from __future__ import annotations
 

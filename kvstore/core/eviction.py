@@ -68,7 +68,7 @@ class LeafLRU:
             entry.prev = entry.next = None
 
     def inherit(self, entry: Node) -> None:
-        """Leave memory otherwise than by victims().
+        """Leave the order for another reason than eviction; the parent stays in memory.
 
         A parent that becomes a leaf takes the place, or else the hot end.
         """

@@ -143,7 +143,10 @@ class Index:
         return _PENDING
 
     def enter(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> Entry | None:
-        """Add an entry that is being written, and return it; None if it, or no parent, is here."""
+        """Add an entry that is being written, and return it.
+
+        None, and nothing changes, if its key is here or its parent is not.
+        """
         above = None
         if parent is not None:
             above = self._tables[hash(parent) >> TABLE_SHIFT].get(parent)

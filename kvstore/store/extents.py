@@ -187,7 +187,7 @@ class Memory:
         if self._now_ns < needy.look_ns:
             return False
         needy.look_ns = self._now_ns + _LOOK_NS
-        others = [n for n in namespaces.values() if n is not needy and n.shrinkable() is not None]
+        others = [n for n in namespaces.values() if n is not needy and n.has_live]
         leaving = [(n, m) for n in others for m in n.extents.values() if m.state in _LEAVING]
         if any(self._now_ns - mapping.since_ns <= _RETIRE_LIMIT_NS for _, mapping in leaving):
             return False

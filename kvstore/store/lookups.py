@@ -134,6 +134,8 @@ class Lookups:
             found = self._settled(ask)
             if found is not None or now_ns >= ask.deadline_ns:
                 return self._answer(session, ask, now_ns, found)
+        if ask.ask in session.asks:
+            raise ProtocolError(f"lookup {ask.ask} is open already")
         if (
             len(session.asks) >= limits.ASKS_MAX
             or session.asked_bytes + len(lookup.hashes) > limits.ASKED_BYTES_MAX

@@ -131,6 +131,11 @@ class Namespace:
         mapping.state = "live"
         self.manager.add_slots([Slot(slot) for slot in self.slots_of(mapping)])
 
+    @property
+    def has_live(self) -> bool:
+        """Tell whether an extent is in use, and not on its way."""
+        return any(mapping.state == "live" for mapping in self.extents.values())
+
     def shrinkable(self) -> Mapping | None:
         """Return a live extent to give up: the newest of those with the fewest slots on credit."""
         live = [mapping for mapping in self.extents.values() if mapping.state == "live"]

@@ -151,11 +151,18 @@ class Session(msgspec.Struct, eq=False):
 
     def take_news(self) -> p.Answers | None:
         """Return what has gathered for the scheduler half, as one message; None if nothing has."""
-        granted, granted_slots, *keys = gathered = msgspec.structs.astuple(self.news)
-        if not any(gathered):
+        news = self.news
+        if not any(msgspec.structs.astuple(news)):
             return None
         self.news = News()
-        return p.Answers(tuple(granted), framing.u32(granted_slots), *map(tuple, keys))
+        return p.Answers(
+            granted=tuple(news.granted),
+            credits=framing.u32(news.credits),
+            added=tuple(news.added),
+            removed=tuple(news.removed),
+            disk_added=tuple(news.disk_added),
+            disk_removed=tuple(news.disk_removed),
+        )
 
     def rank_of(self, connection: int) -> int:
         """Return whose connection it is. Raises ProtocolError if it is no worker's."""

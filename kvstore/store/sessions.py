@@ -423,8 +423,15 @@ class Store:
         if not layout.unnamed:
             tiers += self._make_tiers(layout.digest, layout.slot_bytes, namespace)
             remote += [] if self._peers is None else [self._peers.inlet(namespace)]
-        limits, moved = (self._backlog_ns, self._budgets), self.numbers.moved
-        return Tiering(namespace.manager, tiers, layout.slot_bytes, *limits, remote, moved)
+        return Tiering(
+            namespace.manager,
+            tiers,
+            layout.slot_bytes,
+            backlog_ns=self._backlog_ns,
+            budgets=self._budgets,
+            remote=remote,
+            counts=self.numbers.moved,
+        )
 
     def _maybe_activate(self, session: Session) -> None:
         namespace = session.namespace

@@ -33,7 +33,7 @@ TRIAL_BYTES = 4096
 _CLOSE_S = 5.0  # for a tier that was switched off and still closes as the store ends
 _VERBS = sorted(name for name in vars(Tier) if not name.startswith("_") and name != "name")
 # A hash and its group; engines can be told of no longer ones.
-_Keys = list[Annotated[bytes, msgspec.Meta(min_length=3, max_length=limits.KEY_BYTES_MAX)]]
+_Keys = list[Annotated[BlockKey, msgspec.Meta(min_length=3, max_length=limits.KEY_BYTES_MAX)]]
 
 
 class _Told(msgspec.Struct):
@@ -222,12 +222,15 @@ class _Guarded:
     def take_changes(self) -> Changes:
         if self._telling is not None and not self._plugin.off:
             with self._plugin.barrier("take_changes"):
-                changes = self._telling.take_changes()
-                kinds = (bytes,)  # no text is taken for bytes
-                msgspec.convert(changes, _Told, from_attributes=True, builtin_types=kinds)
-                self._told.update(changes.added)
-                self._told.difference_update(changes.removed)
-                return changes
+                told = msgspec.convert(
+                    self._telling.take_changes(),
+                    _Told,
+                    from_attributes=True,
+                    builtin_types=(bytes,),  # no text is taken for bytes
+                )
+                self._told.update(told.added)
+                self._told.difference_update(told.removed)
+                return Changes(told.added, told.removed)
         left, self._told = list(self._told), set()
         return Changes(removed=left)
 
