@@ -90,47 +90,49 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
 
-    def add(name: str, text: str, *examples: str) -> Callable[..., argparse.Action]:
+    def add(name: str, text: str, *examples: str) -> argparse.ArgumentParser:
         made = commands.add_parser(
             name, help=text, description=text[0].upper() + text[1:] + ".", formatter_class=raw,
             epilog="\n  ".join([f"example{'s' * (len(examples) > 1)}:", *examples]),
         )  # fmt: skip
         made.set_defaults(run=_COMMANDS[name], parser=made)
-        return made.add_argument
+        return made
 
     serve = add("serve", "run the store of this node", "kvstore serve --config kvstore.toml")
-    serve("--config", required=True, type=Path, help="the settings, a TOML file")
+    serve.add_argument("--config", required=True, type=Path, help="the settings, a TOML file")
     check = add(
         "check", "check a configuration on this machine, or measure a drive",
         "kvstore check --config kvstore.toml", "kvstore check --disk --path /nvme",
     )  # fmt: skip
-    check("--config", type=Path, help="the settings, a TOML file")
-    check("--json", action="store_true", help="print JSON instead of a table")
-    check("--disk", action="store_true", help="measure the drive instead")
+    check.add_argument("--config", type=Path, help="the settings, a TOML file")
+    check.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    check.add_argument("--disk", action="store_true", help="measure the drive instead")
     path = "a directory on the drive (default: path of [nvme] in --config, else the current one)"
-    check("--path", type=Path, help=f"with --disk: {path}")
-    check("--seconds", type=_seconds, help="with --disk: how long (default: 20)")
+    check.add_argument("--path", type=Path, help=f"with --disk: {path}")
+    check.add_argument("--seconds", type=_seconds, help="with --disk: how long (default: 20)")
     stats = add("stats", "show the metrics of a running store", f"kvstore stats --store {_SOCKET}")
-    stats("--json", action="store_true", help="print a JSON list instead of a table")
+    stats.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     clear = add("clear", "drop all blocks of a running store", f"kvstore clear --store {_SOCKET}")
     example = f"kvstore resize nvme 500GiB --store {_SOCKET}"
     resize = add("resize", "change the disk capacity of a running store", example)
-    resize("tier", choices=["nvme"], help="the tier to resize")
-    resize("capacity", help='the new capacity, such as "500GiB"')
+    resize.add_argument("tier", choices=["nvme"], help="the tier to resize")
+    resize.add_argument("capacity", help='the new capacity, such as "500GiB"')
     user = "name or number of the user that runs the store (default: yourself or root)"
     for command in (stats, clear, resize):
         place = f"the store's socket, such as {_SOCKET}, or engine:ID for an engine's private one"
-        command("--store", required=True, help=place)
-        command("--user", type=_user, help=user)
+        command.add_argument("--store", required=True, help=place)
+        command.add_argument("--user", type=_user, help=user)
     text = "verify the directory of an NVMe tier that no store uses"
     fsck = add("fsck", text, "kvstore fsck /nvme/kv --repair")
     commands.choices["fsck"].description = _FSCK
-    fsck("directory", type=Path, help="the directory, the path of [nvme]")
-    fsck("--repair", action="store_true", help="remove damaged blocks from the index")
-    fsck("--json", action="store_true", help="print one JSON object instead of a table")
+    fsck.add_argument("directory", type=Path, help="the directory, the path of [nvme]")
+    fsck.add_argument("--repair", action="store_true", help="remove damaged blocks from the index")
+    fsck.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
     text = "make a cluster key for stores that hand over blocks to each other"
     keygen = add("keygen", text, "kvstore keygen /etc/kvstore/cluster.key")
-    keygen("path", type=Path, help="the file to make; an existing file is an error")
+    keygen.add_argument("path", type=Path, help="the file to make; an existing file is an error")
     return parser
 
 
