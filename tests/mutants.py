@@ -329,6 +329,24 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "self._landing.give_back(fetch.landing[first:end])\n        if not fetch.push:",
         ),
         ("export -k B19_a_peer", "if not fetch.states.are(run, CHECKED):"),
+        (
+            "direct_push -k B20_direct_a_late_end",
+            "direct.flush()  # no turn may come: its fetch is over",
+        ),
+        (
+            "direct_fetch -k direct_what_has_failed",
+            "ok=False)\n        direct.flush()",
+            "ok=False)",
+        ),
+        (
+            "direct_fetch -k B20_direct_what_is_given_up",
+            "if direct is not None:\n            direct.flush()",
+        ),
+        (
+            "direct_fetch -k B20_direct_what_was_under_way",
+            "finally:\n            self._flush()",
+            "finally:\n            pass",
+        ),
     ),
     "kvstore/handover/producer.py": (
         ("peer_limits -k S2_blocks", ">= WANTED_MAX:", ">= 1 << 62:"),
@@ -348,6 +366,10 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if self.request_leases.ambiguous(want.request, peer.source.manager):",
         ),
         ("traits -k B3_another", "if hello.version != m.VERSION:"),
+        (
+            "engine_writes -k B20_direct_what_nobody_waits_for",
+            "self._engine_writes.abandon(job.part(writing))",
+        ),
     ),
     "kvstore/handover/runs.py": (
         ("export -k S2_landing", "if max(slots, default=0) >= region.slots:"),

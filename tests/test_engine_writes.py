@@ -130,6 +130,7 @@ def test_B20_direct_what_nobody_waits_for_is_not_written_once_more(how: dict[str
     pair.read(number, [0, 1, 2], ok=False)
     pair.run(5)
     assert len(pair.unsafe) == 3
+    assert [[*part.positions] for part in pair.abandoned] == [[0, 1, 2]], "or they begin later"
     memory.here.clear()
     given(pair, **how)
     assert not pair.filled

@@ -524,7 +524,10 @@ class Producer:
         job.left -= end - first
 
     def _release(self, job: Job) -> None:
-        """Free the blocks that no transfer uses; the others follow as their transfers end."""
+        """Free the blocks that no transfer uses; the others follow as their transfers end.
+
+        Writes are abandoned: what has not begun is not begun; the answer still comes.
+        """
         if job.released:
             return
         job.released = True
