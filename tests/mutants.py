@@ -171,8 +171,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("peer_limits -k large", 'scope: Hash = b""', 'scope: bytes = b""'),
         (
             "peer_limits -k S2_hashes",
-            "width: Annotated[int, msgspec.Meta(ge=1, le=HASH_BYTES_MAX)]",
-            "width: int",
+            "if not 1 <= want.width <= HASH_BYTES_MAX:",
         ),
     ),
     "kvstore/handover/request_leases.py": (
@@ -193,6 +192,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("request_leases -k S2_requests", "if len(self._leases) >= REQUESTS_MAX:"),
         ("request_leases", "lease.deadline_ns = max(lease.deadline_ns, end_ns)", "pass"),
         ("request_leases", "if lease.consumers not in {0, consumers}:"),
+        (
+            "request_leases -k ended_requests_are",
+            "None if manager is None else weakref.ref(manager), name",
+            "manager, name",
+        ),
         (
             "request_leases -k L6",
             'if lease.running or lease.wanted:\n            return "waits"',
@@ -241,6 +245,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("nvme_failing -k damaged_before", "fresh.open(damage)", "fresh.open()"),
     ),
     "kvstore/handover/peers.py": (
+        ("peer_limits -k S2_what_names", 'self.channel.counts["undialled"] += 1'),
         ("peer_limits -k S2_what_names", "self._links[oldest].used_ns >= RESTING_NS:", "True:"),
         (
             "peer_limits -k P4",
@@ -352,8 +357,13 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("peer_limits -k S2_blocks", ">= WANTED_MAX:", ">= 1 << 62:"),
         (
             "peer_limits -k S2_an_unknown",
-            "now_ns >= job.offer_ns or self.request_leases.knows(job.request, job.source.manager)",
+            "now_ns >= min(job.offer_ns, job.look_ns)",
             "True",
+        ),
+        (
+            "peer_limits -k P7_blocks_that_come",
+            "now_ns >= min(job.offer_ns, job.look_ns)",
+            "now_ns >= job.offer_ns",
         ),
         ("export", "if not job.over and not job.released and now_ns >= job.deadline_ns:"),
         ("export", "if job.over:\n            return ()", ""),
