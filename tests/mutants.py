@@ -176,8 +176,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("peer_limits -k large", 'scope: Hash = b""', 'scope: bytes = b""'),
         (
             "peer_limits -k S2_hashes",
-            "width: Annotated[int, msgspec.Meta(ge=1, le=HASH_BYTES_MAX)]",
-            "width: int",
+            "if not 1 <= want.width <= HASH_BYTES_MAX:",
         ),
     ),
     "kvstore/handover/request_leases.py": (
@@ -198,6 +197,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("request_leases -k S2_requests", "if len(self._leases) >= REQUESTS_MAX:"),
         ("request_leases", "lease.deadline_ns = max(lease.deadline_ns, end_ns)", "pass"),
         ("request_leases", "if lease.consumers not in {0, consumers}:"),
+        (
+            "request_leases -k ended_requests_are",
+            "None if manager is None else weakref.ref(manager), name",
+            "manager, name",
+        ),
         (
             "request_leases -k L6",
             'if lease.running or lease.wanted:\n            return "waits"',
@@ -246,6 +250,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("nvme_failing -k damaged_before", "fresh.open(damage)", "fresh.open()"),
     ),
     "kvstore/handover/peers.py": (
+        ("peer_limits -k S2_what_names", 'self.channel.counts["undialled"] += 1'),
         ("peer_limits -k S2_what_names", "self._links[oldest].used_ns >= RESTING_NS:", "True:"),
         (
             "peer_limits -k P4",
@@ -344,13 +349,36 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "self._landing.give_back(fetch.landing[first:end])\n        if not fetch.push:",
         ),
         ("export -k B19_a_peer", "if not fetch.states.are(run, CHECKED):"),
+        (
+            "direct_push -k B20_direct_a_late_end",
+            "direct.flush()  # no turn may come: its fetch is over",
+        ),
+        (
+            "direct_fetch -k direct_what_has_failed",
+            "ok=False)\n        direct.flush()",
+            "ok=False)",
+        ),
+        (
+            "direct_fetch -k B20_direct_what_is_given_up",
+            "if direct is not None:\n            direct.flush()",
+        ),
+        (
+            "direct_fetch -k B20_direct_what_was_under_way",
+            "finally:\n            self._flush()",
+            "finally:\n            pass",
+        ),
     ),
     "kvstore/handover/producer.py": (
         ("peer_limits -k S2_blocks", ">= WANTED_MAX:", ">= 1 << 62:"),
         (
             "peer_limits -k S2_an_unknown",
-            "now_ns >= job.offer_ns or self.request_leases.knows(job.request, job.source.manager)",
+            "now_ns >= min(job.offer_ns, job.look_ns)",
             "True",
+        ),
+        (
+            "peer_limits -k P7_blocks_that_come",
+            "now_ns >= min(job.offer_ns, job.look_ns)",
+            "now_ns >= job.offer_ns",
         ),
         ("export", "if not job.over and not job.released and now_ns >= job.deadline_ns:"),
         ("export", "if job.over:\n            return ()", ""),
@@ -363,6 +391,10 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if self.request_leases.ambiguous(want.request, peer.source.manager):",
         ),
         ("traits -k B3_another", "if hello.version != m.VERSION:"),
+        (
+            "engine_writes -k B20_direct_what_nobody_waits_for",
+            "self._engine_writes.abandon(job.part(writing))",
+        ),
     ),
     "kvstore/handover/runs.py": (
         ("export -k S2_landing", "if max(slots, default=0) >= region.slots:"),

@@ -509,7 +509,7 @@ def test_a_row_that_fits_no_result_or_two_is_an_error() -> None:
 
 
 def test_output_of_a_benchmark_is_taken_in_as_it_is() -> None:
-    result = Result("n", 1.5, "ms", None, {"system": "ours"})
+    result = Result("n", 1.5, "ms", parameters={"system": "ours"})
     found = json.loads(charts.take("vllm", "a machine", as_json("vllm", [result])))
     assert found["command"] == "python -m tests.bench vllm"
     assert found["machine"] == "a machine"

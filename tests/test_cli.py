@@ -374,8 +374,10 @@ def test_S6_a_folder_that_one_may_not_read_is_a_line(tmp_path: Path) -> None:
 
 def test_results_are_one_flat_object_or_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     interval = {"against": "native", "ratio_low": 1.1, "ratio_high": 1.3}
-    theirs = Result("ttft", 10.0, "ms", None, {"system": "native"})
-    ours = Result("ttft", 12.3456, "ms", 10.0, {"system": "ours", **interval}, 1.23)
+    theirs = Result("ttft", 10.0, "ms", parameters={"system": "native"})
+    ours = Result(
+        "ttft", 12.3456, "ms", reference=10.0, parameters={"system": "ours", **interval}, ratio=1.23
+    )
     found = json.loads(as_json("vllm", [ours, theirs], 0.25))
     assert (found["bench"], found["stolen"]) == ("vllm", 0.25)
     assert found["results"][0]["ratio_high"] == 1.3
@@ -394,7 +396,7 @@ def test_results_are_one_flat_object_or_a_table(capsys: pytest.CaptureFixture[st
 
 def test_a_table_in_a_pipe_is_whole_however_wide(capsys: pytest.CaptureFixture[str]) -> None:
     wide = {f"parameter{number}": f"value{number}" for number in range(20)}
-    result = Result("n" * 60, 1.5, "us", None, wide)
+    result = Result("n" * 60, 1.5, "us", parameters=wide)
     show("index", [result], json=False)
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "n" * 60 in line]
     of = [f"{name}={value}" for name, value in wide.items()]

@@ -67,6 +67,7 @@ def test_B19_direct_a_block_is_good_once_it_was_read_and_the_peer_says_that_its_
     pair.run(5)
     assert pair.passed == {(number, 0): True, (number, 2): True}
     pair.read(number, [1], ok=False)
+    pair.run(1)
     assert pair.passed[number, 1] is False
     pair.check_nothing_left(10)
 
@@ -100,8 +101,35 @@ def test_direct_blocks_that_nobody_reads_any_more_are_let_go_of() -> None:
     number = offered(pair, chain)
     pair.claim(number, [0, 1])
     pair.consumer.cancel(number)
+    pair.run(1)
     assert pair.passed == {(number, 0): False, (number, 1): False}
     pair.check_nothing_left(5)
+
+
+def test_B20_direct_what_is_given_up_when_its_lease_ends_is_told() -> None:
+    pair, chain = stored(2)
+    number = offered(pair, chain)
+    pair.claim(number, [0, 1])
+    assert not pair.passed
+    pair.consumer.end(number)
+    assert pair.passed == {(number, 0): False, (number, 1): False}
+    pair.check_nothing_left(5)
+
+
+def test_B20_direct_what_was_under_way_is_told_though_a_bug_ends_all_fetches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, chain = stored(2)
+    number = offered(pair, chain)
+    pair.claim(number, [0, 1])
+
+    def settle(_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(pair.consumer, "_settle", settle)
+    with pytest.raises(ZeroDivisionError):
+        pair.consumer.clear()
+    assert pair.passed == {(number, 0): False, (number, 1): False}
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -284,6 +312,7 @@ def test_B20_direct_blocks_that_were_named_by_an_agent_that_has_ended_are_told_t
     for rank, pages in enumerate(named_by):
         target = p.Target(number, pages.agent, u32([0]), u32([10]))
         pair.consumer.of_worker(1, rank, target, pair.taker.now_ns)
+    pair.run(1)
     assert pair.passed == {(number, 0): False}
     assert not pair.unsafe
     pair.consumer.of_worker(1, 0, target, pair.taker.now_ns)

@@ -15,10 +15,12 @@ from kvstore.handover.consumer import ANSWER_NS, STALL_NS
 from kvstore.handover.jobs import Job
 from kvstore.handover.runs import Part
 from kvstore.handover.transfers import PeerAgents, SlotFill, Transfers
+from kvstore.wire import engine as p
+from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, u32
 from tests.harness.handover_pair import Pair, stored
-from tests.test_peer_limits import Told
+from tests.test_peer_limits import Place, Told
 
 HALF = SLOT_BYTES // 2
 
@@ -251,6 +253,7 @@ def test_B20_direct_what_a_peer_may_still_write_is_told_so(how: str) -> None:
             pair.consumer.on_message(pair.peer, end, pair.taker.now_ns)
         case _:
             pair.consumer.on_exporter_lost()
+    pair.run(1)
     assert pair.passed == {(number, position): False for position in range(3)}
     assert pair.unsafe == {(number, 0), (number, 1)}, "the third was not told"
 
@@ -261,8 +264,49 @@ def test_B20_direct_what_was_written_and_is_not_good_is_written_no_more() -> Non
     while not any(isinstance(message, m.Confirm) for message in pair.up.sent):
         pair.run(1)
     pair.lose()
+    pair.run(1)
     assert pair.passed == {(number, 0): False}
     assert not pair.unsafe
+
+
+def test_B20_direct_a_late_end_of_writes_is_told_though_nothing_else_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place, told, held = Place(), list[p.Passed](), list[Part]()
+    chain = hashes(2)
+    place.good.put(chain)
+    place.turns(5)
+    peers, namespace = place.decode.peers, place.decode.namespace(place.good.taker)
+    want = m.Want(1, b"".join(chain), 32, (u32(range(2)),), push=True)
+    address, now_ns = place.prefill.peers.channel.address, place.decode.now_ns
+    number = peers.fetch(namespace, address, want, now_ns, direct=True)
+    assert number is not None
+    inlet = peers.inlet(namespace)
+
+    def send(_connection: int, message: framing.Message, _fd: int | None) -> None:
+        if isinstance(message, p.Passed):
+            told.append(message)
+
+    inlet._send = send
+    while not inlet.offered(number):
+        place.turns(1)
+    inlet.claim(number, 1, {0: 10}, [0, 1])
+    ranks = [RankPages("other", b"md", ((page(0, SLOT_BYTES),),))]
+    monkeypatch.setattr(namespace.engines, "ranks", lambda _: ranks)
+    place.prefill.mover.fill = lambda part, fill: held.append(part)  # type: ignore[method-assign] # noqa: ARG005
+    target = p.Target(number, "other", u32([0, 1]), u32([10, 11]))
+    inlet.of_worker(1, 0, target, place.decode.now_ns)
+    place.turns(10)
+    failed = p.Arrived(number, u32([0, 1]), 0, False)
+    inlet.of_worker(1, 0, failed, place.decode.now_ns)
+    place.turns(5)
+    assert [(each.ok, each.written) for each in told] == [(False, True)]
+    assert not peers._used
+    for part in held:
+        place.prefill.peers.producer.written(part, ok=False, stopped=True)
+    place.turns(5)
+    assert [(each.ok, each.written) for each in told] == [(False, True), (False, False)]
+    assert from_u32(told[1].positions) == [0, 1]
 
 
 ENOUGH = u32([0]), u32([10])

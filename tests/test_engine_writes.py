@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from connectors.direct_reads import WriteEnd
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import METADATA_MAX, PageRun, RankPages
+from kvstore.handover import engine_writes as under_test
 from kvstore.handover import jobs
 from kvstore.handover.engine_blocks import Resident
 from kvstore.handover.engine_writes import AT_ONCE, LOST_NS, OF_PEER, SLOW_NS, WAIT_NS, EngineWrites
@@ -130,6 +131,7 @@ def test_B20_direct_what_nobody_waits_for_is_not_written_once_more(how: dict[str
     pair.read(number, [0, 1, 2], ok=False)
     pair.run(5)
     assert len(pair.unsafe) == 3
+    assert [[*part.positions] for part in pair.abandoned] == [[0, 1, 2]], "or they begin later"
     memory.here.clear()
     given(pair, **how)
     assert not pair.filled
@@ -300,6 +302,31 @@ def test_a_write_is_over_when_all_have_written_that_were_there_when_it_was_wante
     sent.engine_writes.written(1, 0, p.BlocksWritten(1, "all"))
     assert len(sent.ended()) == 1
     assert [connection for connection, _ in sent.told[AT_ONCE:]] == [10, 11]
+
+
+def test_workers_are_told_once_how_a_peer_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = Sent()
+    sent.known.clear()
+    sent.start(0)
+    sent.known["theirs"] = b"md"
+    for position in range(1, AT_ONCE):
+        sent.start(position)
+    assert [told.ranks[0].metadata for _, told in sent.told] == [b"", b"md", b"", b""]
+    monkeypatch.setattr(under_test, "TOLD_MAX", 0)
+    sent.end_all()
+    del sent.told[:]
+    sent.start_each(2)
+    assert [told.ranks[0].metadata for _, told in sent.told] == [b"", b"md"], "it may be forgotten"
+
+
+def test_how_a_peer_is_reached_is_told_again_to_workers_that_could_not_begin() -> None:
+    sent = Sent()
+    for end, metadata in (("all", b"md"), ("none", b""), ("all", b"md"), ("all", b"")):
+        sent.start(0)
+        _, told = sent.told[-1]
+        assert told.ranks[0].metadata == metadata
+        sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, end))  # type: ignore[arg-type]
+        sent.ended()
 
 
 def test_a_few_writes_of_an_engine_are_under_way_and_others_do_not_wait_for_it() -> None:

@@ -15,11 +15,12 @@ from kvstore.handover import jobs, peers, producer, side_channel, transfers
 from kvstore.handover.fetches import Fetch
 from kvstore.handover.side_channel import Channel
 from kvstore.handover.transfers import PeerAgents, Transfers
+from kvstore.logs import LINES_MAX
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.fuzz.site import HELD, End, Good, Net, Site
-from tests.harness.fakes import SLOT_BYTES, hashes, keys_of, u32
+from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, keys_of, u32
 
 SECOND_NS = 1_000_000_000
 TOO_MANY = bytes(4 * (m.JOB_BLOCKS_MAX + 1))  # of positions
@@ -206,7 +207,7 @@ def test_peers_that_are_asked_are_limited_and_the_one_unused_longest_makes_room(
 
 
 def test_S2_what_names_many_peers_at_once_dials_a_few(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(peers, "LINKS_MAX", 3)
     place.turns(1)
@@ -216,6 +217,9 @@ def test_S2_what_names_many_peers_at_once_dials_a_few(
     place.good.victim.step(unwanted=tuple(unwanted))
     place.turns(1)
     assert [link.address for link in place.decode.peers._links.values()] == ["p0:1", "p1:1", "p2:1"]
+    assert place.decode.peers.channel.counts["undialled"] == 47
+    assert "'p3:1' is one more than 3 peers that are in use" in caplog.text
+    assert caplog.text.count("one more than") <= LINES_MAX
 
 
 def test_P4_what_a_peer_was_never_sent_does_not_wait_for_it(
@@ -322,13 +326,31 @@ def test_S2_an_unknown_request_is_looked_for_when_it_comes_and_not_in_each_turn(
     monkeypatch.setattr(own, "_tiers", look)
     for number in (1, 2):
         place.caller(place.hello())(wanted(hashes(6), number, request=f"r{number}"))
-    place.turns(50)
+    place.turns(15)
     assert looked == [1, 2]
     own.request_leases.running("r1", namespace.manager, SLOT_BYTES, 1)
-    place.turns(50)
+    place.turns(2)
     assert looked == [1, 2, 1]
-    place.turns(50, ms=10)
-    assert looked == [1, 2, 1, 2], "and once more at the end"
+    place.turns(33)
+    assert looked == [1, 2, 1, 2, 2], "each 20 ms, and not each turn"
+    place.turns(300)
+    assert 15 <= looked.count(2) <= 17
+    assert looked.count(1) == 2
+    place.turns(50)
+    assert looked.count(2) <= 17, "no more after the end"
+
+
+def test_P7_blocks_that_come_while_their_request_is_unknown_are_offered_soon(
+    place: Place,
+) -> None:
+    chain = hashes(2)
+    place.caller(place.hello())(wanted(chain, request="r"))
+    place.turns(5)
+    assert not any(isinstance(message, m.Offer) for message in place.heard)
+    place.good.put(chain)
+    place.turns(40)
+    (offer,) = [message for message in place.heard if isinstance(message, m.Offer)]
+    assert from_u32(offer.positions) == [0, 1]
 
 
 def test_regions_that_peers_name_are_limited(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,8 +388,8 @@ def test_what_would_be_kept_and_is_large_is_no_message(message: framing.Message)
 
 @pytest.mark.parametrize("width", [-1, 0, 65, 1 << 20])
 def test_S2_hashes_have_a_width(width: int) -> None:
-    with pytest.raises(ProtocolError, match=r"Expected `int` [<>]= "):
-        m.decode_for_producer(m.encode(wanted(hashes(4), width=width)))
+    with pytest.raises(ProtocolError, match=rf"^hashes of {width} bytes, expected 1 to 64$"):
+        m.wanted_of(wanted(hashes(4), width=width), 1)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections import Counter
+from typing import cast
+
 import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
+from kvstore.core.manager import Manager
 from kvstore.handover import producer
 from kvstore.handover import request_leases as h
 from kvstore.handover.heartbeats import Held, Waiting
@@ -250,6 +256,23 @@ def test_B18_a_request_that_is_told_of_twice_is_one() -> None:
         "r-0-1a2b3c4d", rig.source.manager, 1, keys_of(rig.chain), now_ns + S, now_ns
     )
     assert len(rig.request_leases) == 0, "both have reported"
+
+
+def test_ended_requests_are_remembered_without_their_namespace() -> None:
+    class Namespace:
+        """Stands in for a manager, with all it has of memory."""
+
+    leases, namespace = h.RequestLeases(0, Counter()), cast("Manager", Namespace())
+    leases.running("r", namespace, SLOT_BYTES, 1)
+    leases.gone("r", namespace, 1)
+    assert leases.knows("r", namespace)
+    assert leases.report(namespace, "r", 0, 1) == "gone"
+    assert leases.report(None, "r", 0, 1) == "unknown"
+    kept = weakref.ref(namespace)
+    del namespace
+    gc.collect()
+    assert kept() is None
+    assert not leases.knows("r", cast("Manager", Namespace())), "it is another one"
 
 
 # Leases

@@ -12,6 +12,7 @@ import pytest
 
 from connectors import store_connection as links
 from connectors.store_connection import Link, LinkLost, attach
+from kvstore.core.errors import NotSupported
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 
@@ -83,6 +84,17 @@ def test_a_store_that_is_not_ready_is_asked_again(store: Store, first: framing.M
     assert attached is not None
     attached[0].close()
     assert store.accepted[0].recv(1) == b"", "the refused connection was closed"
+
+
+def test_a_refusal_for_good_is_raised(store: Store) -> None:
+    thread = store.serve((p.Refused("protocol 1, ours is 2", retry=False),))
+    stop = threading.Event()
+    ends = threading.Timer(10.0, stop.set)  # one that asks again would do so for ever
+    ends.start()
+    with pytest.raises(NotSupported, match="ours is 2"):
+        attach(lambda: store.path, HELLO, stop)
+    ends.cancel()
+    thread.join()
 
 
 def test_attaching_ends_when_told_to(tmp_path: Path) -> None:

@@ -334,7 +334,9 @@ class Consumer:
         ended = sorted(fetch.late.intersection(positions))
         fetch.late.difference_update(ended)
         if fetch.direct and ended:
-            self._direct[fetch.number].passed(ended, ok=False)
+            direct = self._direct[fetch.number]
+            direct.passed(ended, ok=False)
+            direct.flush()  # no turn may come: its fetch is over
         else:
             self._landing.give_back([fetch.landing[position] for position in ended])
         if not fetch.late:
@@ -561,10 +563,12 @@ class Consumer:
 
     def clear(self) -> None:
         """Forget all offers; what is being fetched is not ready when it ends."""
-        for fetch in list(self._fetches.values()):
-            self._fail(fetch, "cleared")
-            self._settle(fetch)
-        self._flush()
+        try:
+            for fetch in list(self._fetches.values()):
+                self._fail(fetch, "cleared")
+                self._settle(fetch)
+        finally:
+            self._flush()
 
     drain = close = clear  # without waiting: what has not arrived does not count
 

@@ -89,7 +89,10 @@ class DirectFetch(msgspec.Struct, eq=False):
         for position in positions:
             self.ready.pop(position, None)
         self.unread.difference_update(positions)
-        (self.in_engine.update if in_engine else self.in_engine.difference_update)(positions)
+        if in_engine:
+            self.in_engine.update(positions)
+        else:
+            self.in_engine.difference_update(positions)
 
     def tell_slots(
         self,

@@ -28,6 +28,7 @@ OF_PEER = 2  # of these
 WAIT_NS = 500_000_000  # beyond, the exporter is faster
 SLOW_NS = 1_000_000_000  # an engine with an open write this old gets no others
 LOST_NS = 10_000_000_000  # a write this old is lost: its worker is frozen, or it had given up
+TOLD_MAX = 512  # agents whose metadata an engine's workers have; they keep twice as many
 
 
 class _Write(msgspec.Struct, eq=False):
@@ -47,10 +48,11 @@ class _Write(msgspec.Struct, eq=False):
 
 
 class _Engine(msgspec.Struct, eq=False):
-    """One engine."""
+    """One engine; told: agents that its workers know how to reach."""
 
     waiting: deque[_Write] = msgspec.field(default_factory=deque)
     open: dict[int, _Write] = {}
+    told: set[str] = set()
 
     def is_slow(self, now_ns: int) -> bool:
         """Tell whether a write has been open for long."""
@@ -106,9 +108,13 @@ class EngineWrites:
     def _tell(self, engine: _Engine, found: _Write) -> None:
         write, ranks = found.write, []
         for rank in write.ranks:
-            metadata = self._metadata(rank.agent)
+            news = rank.agent not in engine.told
+            metadata = self._metadata(rank.agent) if news else b""
             metadata = metadata if len(metadata) <= METADATA_MAX else b""  # an exporter's, say
             ranks.append(msgspec.structs.replace(rank, metadata=metadata))
+        if len(engine.told) > TOLD_MAX:
+            engine.told.clear()
+        engine.told.update(rank.agent for rank in ranks if rank.metadata)
         blocks, targets = framing.u32(write.blocks), framing.u32(write.targets)
         told = p.WriteBlocks(found.number, write.group, tuple(ranks), blocks, targets)
         engine.open[found.number] = found
@@ -133,6 +139,8 @@ class EngineWrites:
         self.moved_bytes += message.copied_bytes
         found.left.discard(rank)
         found.ends.add(message.end)
+        if message.end == "none":  # a worker may have forgotten them
+            engine.told.difference_update(rank.agent for rank in found.write.ranks)
         if not found.left:
             del engine.open[message.write]
             ok = found.ends == {"all"}

@@ -23,6 +23,7 @@ from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, WORD, Message, u32
 
 UNKNOWN_NS = 300_000_000  # a router that sends a request to both engines at once, say
+LOOK_NS = 20_000_000  # meanwhile, its blocks are looked for again
 JOBS_MAX = 1024  # of one peer
 BLOCKS_MAX = 1 << 20  # wanted by one peer at one time
 FILL_BYTES = 8 << 20  # of one write into an engine: once abandoned, it is in quarantine as a whole
@@ -119,8 +120,8 @@ class Peer(msgspec.Struct, eq=False):
 class Job:
     """What a peer wants by one Want: blocks of a chain, by group; over: its lease has ended.
 
-    offer_ns: until when an offer may wait; None: it was made. direct: blocks may be read in an
-    engine's memory, and need no sums.
+    offer_ns: until when an offer may wait; None: it was made. look_ns: until then, when the blocks
+    are next looked for. direct: blocks may be read in an engine's memory, and need no sums.
     """
 
     peer: Peer
@@ -132,6 +133,7 @@ class Job:
     direct: bool
     deadline_ns: int
     offer_ns: int | None
+    look_ns: int = 0
     awaited: deque[int] = field(default_factory=deque)  # positions, first blocks first
     untold: list[int] = field(default_factory=list)  # positions of which the peer is to be told
     unsummed: list[int] = field(default_factory=list)  # and those whose sums are to be taken
@@ -263,8 +265,15 @@ class Job:
         pairs[::2], pairs[1::2] = extents, places
         given = u32([position for position in positions if position in self.residents])
         sums = at(self.sums, positions).tobytes()
-        told = u32(positions), pairs.tobytes(), sums, tuple(regions), metadata, given
-        yield m.Have(self.number, *told)
+        yield m.Have(
+            self.number,
+            u32(positions),
+            pairs.tobytes(),
+            sums=sums,
+            regions=tuple(regions),
+            metadata=metadata,
+            given=given,
+        )
 
     # What is written to the peer: to its landing slots, or into its engine
 
@@ -348,29 +357,30 @@ class Job:
             else:
                 source, own = place.engine, place.blocks
             pairs = [(part, there) for part, there in zip(own, target, strict=False) if there]
-            parts, wanted = [part for part, _ in pairs], [there for _, there in pairs]
-            of = place is not None, source, group
-            batches.setdefault(of, []).append((position, parts, wanted))
+            offsets_or_blocks = [part for part, _ in pairs]
+            targets = [there for _, there in pairs]
+            batch = place is not None, source, group
+            batches.setdefault(batch, []).append((position, offsets_or_blocks, targets))
         for (in_engine, source, group), found in batches.items():
             ranks = [rank for rank in self.ranks if rank.pages[group]]
-            for part, parts, blocks in self._batches(group, found):
+            for of, offsets_or_blocks, targets in self._batches(group, found):
                 if in_engine:
                     cut = tuple(
                         RankPages(rank.agent, b"", (rank.pages[group],), rank.gpu) for rank in ranks
                     )
-                    self.writes.update(part.positions)
-                    yield part, EngineWrite(source, group, cut, parts, blocks)
+                    self.writes.update(of.positions)
+                    yield of, EngineWrite(source, group, cut, offsets_or_blocks, targets)
                     continue
                 for rank in ranks:
-                    self.writes.update(part.positions)
-                    yield part, SlotFill(source, rank, group, parts, blocks)
+                    self.writes.update(of.positions)
+                    yield of, SlotFill(source, rank, group, offsets_or_blocks, targets)
 
-    def _own_place(self, position: int, parts: int, group: int) -> Resident | None:
+    def _own_place(self, position: int, blocks_wanted: int, group: int) -> Resident | None:
         """Return where an engine of ours has all of a block that it may write at once."""
-        if position in self.moved or self._pieces(group) * parts > FILL_PIECES:
+        if position in self.moved or self._pieces(group) * blocks_wanted > FILL_PIECES:
             return None
         place = self.source.engines.find(self.keys[position])
-        return None if place is None or len(place.blocks) < parts else place
+        return None if place is None or len(place.blocks) < blocks_wanted else place
 
     def _batches(
         self, group: int, found: list[Placed]

@@ -212,11 +212,11 @@ class Peers:
         number = self._by_address.get((address, digest))
         if number is None:
             why = self.channel.may_dial(address)
+            if not why and not self._room_for_link():
+                why = f"{address[:100]!r} is one more than {LINKS_MAX} peers that are in use"
             if why:
                 self.channel.counts["undialled"] += 1
                 self._said.warn("addresses that are not dialled", "%s", why)
-                return None
-            if not self._room_for_link():
                 return None
             number = self.channel.connect(address)
             self._by_address[address, digest] = number
@@ -369,7 +369,7 @@ class Peers:
         if self.off:
             return None
         wait_s = self._mover.wait_s(now_ns)
-        if self.producer.jobs or any(inlet.open for inlet in self._used.values()):
+        if self.producer.busy or any(inlet.open for inlet in self._used.values()):
             return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
         return wait_s
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 
@@ -35,6 +35,7 @@ from kvstore.handover.jobs import (
     BUSY,
     DONE,
     HELD,
+    LOOK_NS,
     STAGING,
     SUMMED,
     SUMMING,
@@ -57,6 +58,7 @@ EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
 MEMORY, PREFILL = "cpu", "prefill"
 
 Send = Callable[[int, Message], None]
+Write = SlotWrite | EngineWrite | SlotFill
 Guard = Callable[[int], AbstractContextManager[object]]
 OfJob = m.Land | m.Confirm | m.Extend | m.Release
 
@@ -172,9 +174,15 @@ class Producer:
         """The open jobs, released or not."""
         return [job for peer in self._peers.values() for job in peer.jobs.values()]
 
+    @property
+    def busy(self) -> bool:
+        """Tell whether a job is open."""
+        return any(peer.jobs for peer in self._peers.values())
+
     def sources(self) -> list[Source]:
         """List the namespaces that a job is open in."""
-        return list({job.source.layout.digest: job.source for job in self.jobs}.values())
+        peers = [peer for peer in self._peers.values() if peer.jobs]
+        return list({peer.source.layout.digest: peer.source for peer in peers}.values())
 
     def on_unmapped(self, extent: int) -> None:
         """The exporter maps an extent no more; peers are told anew if it comes back."""
@@ -245,6 +253,7 @@ class Producer:
         )
         may_wait = job.offer_ns is not None and now_ns < job.offer_ns
         if None in found and unknown and may_wait:
+            job.look_ns = now_ns + LOOK_NS
             return
         self.counts["unknown"] += unknown
         job.offer_ns = None
@@ -328,7 +337,8 @@ class Producer:
                 self.counts["expired"] += 1
                 self._send(peer.number, m.End(job.number, m.LEASE_OVER))
             if job.offer_ns is not None and (
-                now_ns >= job.offer_ns or self.request_leases.knows(job.request, job.source.manager)
+                now_ns >= min(job.offer_ns, job.look_ns)
+                or self.request_leases.knows(job.request, job.source.manager)
             ):
                 self._offer(job, now_ns)
             if job.over and now_ns >= job.deadline_ns + GRACE_NS:
@@ -499,7 +509,11 @@ class Producer:
     def _start_writes(self, job: Job, now_ns: int) -> None:
         """Start the writes that are due."""
         positions, job.unwritten = job.unwritten, []
-        for part, write in (job.direct_writes if job.direct else job.slot_writes)(positions):
+        if job.direct:
+            writes: Iterable[tuple[Part, Write]] = job.direct_writes(positions)
+        else:
+            writes = job.slot_writes(positions)
+        for part, write in writes:
             match write:
                 case SlotWrite():
                     self._transfers.write(part, job.peer.agent, write)
@@ -524,7 +538,10 @@ class Producer:
         job.left -= end - first
 
     def _release(self, job: Job) -> None:
-        """Free the blocks that no transfer uses; the others follow as their transfers end."""
+        """Free the blocks that no transfer uses; the others follow as their transfers end.
+
+        Writes are abandoned: what has not begun is not begun; the answer still comes.
+        """
         if job.released:
             return
         job.released = True

@@ -13,6 +13,7 @@ ended is remembered for who asks too late.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
@@ -31,6 +32,7 @@ PAST_MAX = 4096  # ended requests that are remembered
 
 End = Literal["released", "gone", "lapsed"]
 Name = tuple[Manager | None, str]  # None: a namespace that is not here
+PastName = tuple[weakref.ref[Manager] | None, str]  # of a namespace that may be forgotten
 NOBODY = -1  # owns what an engine that is gone has computed
 
 
@@ -75,7 +77,7 @@ class RequestLeases:
         """held_bytes_max: of all blocks that are pinned here; others may leave memory."""
         self._leases: dict[Name, RequestLease] = {}
         self._common: dict[Name, list[str]] = {}
-        self._past: dict[Name, End] = {}
+        self._past: dict[PastName, End] = {}
         self._held_bytes_max = held_bytes_max
         self._counts = counts
         self._stored_ns: list[int] = []
@@ -152,8 +154,7 @@ class RequestLeases:
                 self._end(lease, "gone")
 
     def _end(self, lease: RequestLease, how: End) -> None:
-        name = lease.manager, lease.request
-        del self._leases[name]
+        del self._leases[lease.manager, lease.request]
         self.held_bytes -= len(lease.pinned) * lease.slot_bytes
         for entry in lease.pinned:
             lease.manager.unpin(entry)
@@ -162,7 +163,7 @@ class RequestLeases:
             same.remove(lease.request)
             if not same:
                 del self._common[lease.manager, lease.common]
-        self._past[name] = how
+        self._past[_past_name(lease.manager, lease.request)] = how
         if len(self._past) > PAST_MAX:
             del self._past[next(iter(self._past))]
         self._counts["released"] += how == "released"
@@ -185,7 +186,7 @@ class RequestLeases:
 
     def knows(self, name: str, manager: Manager) -> bool:
         """Tell whether a request runs, is held, or has ended not long ago."""
-        return self._find(name, manager) is not None or (manager, name) in self._past
+        return self._find(name, manager) is not None or _past_name(manager, name) in self._past
 
     def may_come(self, name: str, manager: Manager, key: BlockKey) -> bool:
         """Tell whether a request may still store a block."""
@@ -216,7 +217,7 @@ class RequestLeases:
             return "ambiguous"
         lease = self._find(name, manager)
         if lease is None:
-            past = self._past.get((manager, name))
+            past = self._past.get(_past_name(manager, name))
             self._counts["unknown"] += past is None
             return past or "unknown"
         if lease.consumers not in {0, consumers}:
@@ -262,3 +263,7 @@ class RequestLeases:
         """Return how long after each request's end its last block was ready; once each."""
         stored, self._stored_ns = self._stored_ns, []
         return stored
+
+
+def _past_name(manager: Manager | None, name: str) -> PastName:
+    return None if manager is None else weakref.ref(manager), name

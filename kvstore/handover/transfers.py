@@ -533,9 +533,9 @@ class Transfers:
     ) -> None:
         """Take checksums, in batches; ends as Summed."""
         for piece in batches(len(keys), slot_bytes):
-            cut, some = part.cut(piece), keys[piece]
-            work = partial(_sums, cut, namespace, some, slots.cut(piece))
-            self._runner.submit(_Work(work, Summed(cut, numbers(len(some), "Q"))))
+            cut, named_keys = part.cut(piece), keys[piece]
+            work = partial(_sums, cut, namespace, named_keys, slots.cut(piece))
+            self._runner.submit(_Work(work, Summed(cut, numbers(len(named_keys), "Q"))))
 
     def check(
         self,
@@ -548,10 +548,17 @@ class Transfers:
     ) -> None:
         """Copy landed blocks into their slots and take their checksums there; ends as Checked."""
         for piece in batches(len(keys), self._landings[namespace].slot_bytes):
-            cut, some = part.cut(piece), keys[piece]
-            places = landed.cut(piece), slots.cut(piece)
-            work = partial(_checks, cut, namespace, some, sums[piece], *places)
-            self._runner.submit(_Work(work, Checked(namespace, cut, [False] * len(some))))
+            cut, named_keys = part.cut(piece), keys[piece]
+            work = partial(
+                _checks,
+                cut,
+                namespace,
+                named_keys,
+                sums[piece],
+                landed.cut(piece),
+                slots.cut(piece),
+            )
+            self._runner.submit(_Work(work, Checked(namespace, cut, [False] * len(named_keys))))
 
     # The exporter
 

@@ -97,7 +97,7 @@ class Want(Message, frozen=True):
 
     job: int
     hashes: bytes
-    width: Annotated[int, msgspec.Meta(ge=1, le=HASH_BYTES_MAX)]
+    width: int
     indices: Annotated[tuple[Positions, ...], msgspec.Meta(max_length=GROUPS_MAX)]
     scope: Hash = b""
     request: Text = ""
@@ -354,6 +354,8 @@ def engine_blocks_of(positions: Sequence[int], packed: bytes) -> dict[int, list[
 
 def wanted_of(want: Want, groups: int) -> list[Sequence[int]]:
     """Return the indices wanted of each group. Raises ProtocolError for what cannot be."""
+    if not 1 <= want.width <= HASH_BYTES_MAX:
+        raise ProtocolError(f"hashes of {want.width} bytes, expected 1 to {HASH_BYTES_MAX}")
     if not want.hashes or len(want.hashes) % want.width:
         raise ProtocolError(f"{len(want.hashes)} bytes of hashes, {want.width} each")
     if len(want.indices) != groups:

@@ -93,8 +93,10 @@ def _lookups(store: StoreProcess, rounds: int) -> list[Result]:
     }
     copied = {"copied_bytes": copied_bytes, "stored_blocks": stored}
     return [
-        Result("lookup_256_p50", p50, "ms", bare_p50, how),
-        Result("bytes_copied_over_new", copied_bytes / (stored * PAGE_BYTES), "", None, copied),
+        Result("lookup_256_p50", p50, "ms", reference=bare_p50, parameters=how),
+        Result(
+            "bytes_copied_over_new", copied_bytes / (stored * PAGE_BYTES), "", parameters=copied
+        ),
     ]
 
 
@@ -188,8 +190,8 @@ def _steps(store: StoreProcess, prompt_tokens: int) -> Result:
         "scheduler_step_p99",
         p99_us,
         "us",
-        loop_p99_us,
-        {
+        reference=loop_p99_us,
+        parameters={
             "prompt_tokens": prompt_tokens,
             "in_flight": IN_FLIGHT,
             "block_tokens": BLOCK_TOKENS,

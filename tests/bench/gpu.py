@@ -180,7 +180,7 @@ def sizes(
                 "cpu_us": round(found.busy_s * 1e6, 1),
             }
             rate, limit = size / found.seconds, size / found.limit_s
-            yield Result(_NAMES[store], rate, "GiB/s", limit, parameters)
+            yield Result(_NAMES[store], rate, "GiB/s", reference=limit, parameters=parameters)
 
 
 def _choices(choice: Choice) -> dict[str, Choice]:
@@ -200,12 +200,16 @@ def model(
         found = sample(jobs, memory, count, rounds, store=store)
         took_ms, limit_ms = found.seconds * 1e3, found.limit_s * 1e3
         parameters = {"layers": layers, "page_kib": page // KIB, "blocks": count}
-        results.append(Result(f"prompt_{_NAMES[store]}", took_ms, "ms", limit_ms, parameters))
+        results.append(
+            Result(
+                f"prompt_{_NAMES[store]}", took_ms, "ms", reference=limit_ms, parameters=parameters
+            )
+        )
         few = min(JOB_BLOCKS, jobs.blocks)
         usual = sample(jobs, memory, few, rounds, store=store)
         parameters = {"layers": layers, "blocks": few}
         name = f"job_cpu_{_NAMES[store]}"
-        results.append(Result(name, usual.busy_s * 1e6, "us", None, parameters))
+        results.append(Result(name, usual.busy_s * 1e6, "us", parameters=parameters))
     return [*results, both_ways(jobs, count // 2)]
 
 
@@ -224,7 +228,11 @@ def both_ways(jobs: Jobs, count: int) -> Result:
     together = time.perf_counter() - begun
     total = 2 * count * jobs.block_bytes / GIB
     return Result(
-        "both_directions", total / together, "GiB/s", total / apart, {"blocks": 2 * count}
+        "both_directions",
+        total / together,
+        "GiB/s",
+        reference=total / apart,
+        parameters={"blocks": 2 * count},
     )
 
 
@@ -241,7 +249,13 @@ def beside_products(memory: Memory, choice: Choice) -> Iterator[Result]:
                 "copies": " and ".join(_NAMES[store] for store in directions),
                 "copied_gib_s": round(rate, 2),
             }
-            yield Result("products_beside_copies", 1 / beside, "per s", 1 / alone, parameters)
+            yield Result(
+                "products_beside_copies",
+                1 / beside,
+                "per s",
+                reference=1 / alone,
+                parameters=parameters,
+            )
 
 
 def _products(memory: Memory, jobs: Jobs, directions: tuple[bool, ...]) -> tuple[float, float]:
@@ -280,7 +294,7 @@ def run(rounds: int | None) -> list[Result]:
         tell("what is fast at what", 0)
         choice = chosen(rates(memory.cuda))
         how = {"gpu": torch.cuda.get_device_name(), "choice": msgspec.to_builtins(choice)}
-        results = [Result("pinned", memory.size / memory.pin_s / GIB, "GiB/s", None, how)]
+        results = [Result("pinned", memory.size / memory.pin_s / GIB, "GiB/s", parameters=how)]
         tell("a prompt, and both directions")
         results += model(memory, choice, rounds)
         tell("beside matrix products")

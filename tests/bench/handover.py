@@ -201,6 +201,6 @@ def _result(
         "pairs": len(values),
     }
     if others is None:
-        return Result(name, statistics.median(values) * 1000, "ms", None, parameters)
+        return Result(name, statistics.median(values) * 1000, "ms", parameters=parameters)
     parameters["transport"] = "tcp" if system == INTO_ENGINE else "shared memory"
     return compared(name, values, others, "ms", against, parameters)

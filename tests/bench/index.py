@@ -227,7 +227,16 @@ def rows(count: int, measured: Sequence[Measured], told: str) -> list[Result]:
                 pairs = paired_ratio(ours.stored, other.stored)
                 ratio = pairs.median
                 more |= {"ratio_low": pairs.low, "ratio_high": pairs.high}
-            results.append(Result(mine.name, mine.value, mine.unit, reference, more, ratio))
+            results.append(
+                Result(
+                    mine.name,
+                    mine.value,
+                    mine.unit,
+                    reference=reference,
+                    parameters=more,
+                    ratio=ratio,
+                )
+            )
     return results
 
 
@@ -235,7 +244,7 @@ def _values(of: Measured) -> Iterator[Result]:
     """One system's numbers, without what they are compared with."""
     for (name, case, when), value in of.lookup_us.items():
         how = {"asked": when} | ({} if case is None else {"case": case})
-        yield Result(name, value, "us", None, how)
+        yield Result(name, value, "us", parameters=how)
     yield Result("store_evict", statistics.median(of.stored), "blocks/s")
     wall_ns = of.calls.wall_ns
     for statistic, value in (("p99.99", percentile(wall_ns, SHARE)), ("maximum", max(wall_ns))):
@@ -244,5 +253,5 @@ def _values(of: Measured) -> Iterator[Result]:
             more["call"] = of.calls.slowest.what
             more["cpu_ms"] = round(of.calls.slowest.cpu_ns / _NS_MS, 3)
             more["most_cpu_ms"] = round(of.calls.cpu_ns / _NS_MS, 3)
-        yield Result("worst_call", value / _NS_MS, "ms", None, more)
-    yield Result("bytes_per_entry", of.entry_bytes, "B", None, {"peak": round(of.peak_bytes)})
+        yield Result("worst_call", value / _NS_MS, "ms", parameters=more)
+    yield Result("bytes_per_entry", of.entry_bytes, "B", parameters={"peak": round(of.peak_bytes)})

@@ -172,7 +172,8 @@ def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
             ends = range(block_bytes, len(memory) + 1, block_bytes)
             blocks = [memory[end - block_bytes : end] for end in ends]
             how = {"block_bytes": block_bytes, "pages": pages}
-            results += _results(how, *_measured(Path(name), blocks, sizes, rounds, tell))
+            against, found, disturbed = _measured(Path(name), blocks, sizes, rounds, tell)
+            results += _results(how, against, found, disturbed)
     return results
 
 
@@ -189,7 +190,8 @@ def _measured(
             ours = Ours(place, blocks, sizes, checked=name == "checked")
             systems[name] = ends.enter_context(closing(ours))
         passes = {name: partial(_passes, system) for name, system in systems.items()}
-        return other.name, *alternate(passes, rounds, tell)
+        found, disturbed = alternate(passes, rounds, tell)
+        return other.name, found, disturbed
 
 
 def _passes(system: System) -> Passes:

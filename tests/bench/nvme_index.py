@@ -191,7 +191,7 @@ def _results(count: int, found: Found, file_bytes: int) -> list[Result]:
         ("index_memory", found.memory_bytes / count, "bytes per block"),
         ("index_file", file_bytes / count, "bytes per block"),
     ]
-    return [Result(name, value, unit, None, {"blocks": count}) for name, value, unit in rows]
+    return [Result(name, value, unit, parameters={"blocks": count}) for name, value, unit in rows]
 
 
 def main() -> int:

@@ -29,17 +29,22 @@ IN_JSON_ONLY = (
 )
 
 
-class Result(msgspec.Struct, frozen=True):
-    """One number.
+class Number(msgspec.Struct, frozen=True):
+    """What is measured."""
+
+    name: str
+    value: float
+    unit: str
+
+
+class Result(Number, frozen=True, kw_only=True):
+    """One number and what it is compared with.
 
     reference: the peer's value or the physical limit, measured in the same run; None for none.
     parameters: what else decides the number, and the interval of the ratio. ratio: value against
     reference; given where there are pairs.
     """
 
-    name: str
-    value: float
-    unit: str
     reference: float | None = None
     parameters: dict[str, Any] = {}
     ratio: float | None = None
@@ -95,9 +100,9 @@ def compared(
         name,
         statistics.median(values) * scale,
         unit,
-        statistics.median(others) * scale,
-        {**parameters, "against": against, **interval},
-        ratio.median,
+        reference=statistics.median(others) * scale,
+        parameters={**parameters, "against": against, **interval},
+        ratio=ratio.median,
     )
 
 

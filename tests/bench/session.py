@@ -100,7 +100,7 @@ class DirectSession(Session):
         super().__init__(store, name, block_bytes, direct=True)
         self._tensor = torch.zeros((FIRST_BLOCK + blocks) * block_bytes, dtype=torch.uint8)
         cache = LayerCache(self._tensor, 0, block_bytes, block_bytes)
-        self._transfers = DirectTransfers({"layer": cache})
+        self._transfers = DirectTransfers({"layer.0": cache})
         self._opened = False
 
     def fetch(self, hashes: Sequence[bytes], **how: Any) -> Fetched:

@@ -183,7 +183,7 @@ def results(times: Times) -> list[Result]:
             "pairs": len(values),
         }
         if reference is None:
-            found.append(Result(name, statistics.median(values) * 1000, "ms", None, how))
+            found.append(Result(name, statistics.median(values) * 1000, "ms", parameters=how))
             continue
         others = times[reference]
         against = " ".join(reference) if reference[0] != name else reference[1]

@@ -36,7 +36,6 @@ LONG_OUT = 100  # growing by this much is what makes a small KV cache preempt
 TIGHT: dict[str, Any] = {
     "kv_cache_bytes": 4 << 20,
     "max_num_batched_tokens": 256,
-    "max_num_seqs": 16,
     "extra": {"max_model_len": 1024},
 }
 HITS = "external_prefix_cache_hits"

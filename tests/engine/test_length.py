@@ -19,6 +19,7 @@ from tests.engine.facts import (
     real,
     registry,
     speculation,
+    stand_in,
     with_weights,
 )
 
@@ -187,7 +188,7 @@ def test_B3_models_that_compute_with_their_length_share_with_others_of_it(
 ) -> None:
     modules = {name.rpartition(".")[2]: name for name in (*AS_LONG, *FITTING)}
     base = type("Base", (), {"__module__": modules.get(module, module) + ".inside"})
-    code = registry(type("Model", (base,), {"__module__": "of.a.plug_in"}))
+    code = registry(stand_in("Model", base))
     config = hf_config(rope_parameters=ROPES[kind] | THETA)
     folder = with_weights(tmp_path)
     short, long, same = (

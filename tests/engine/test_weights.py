@@ -26,6 +26,7 @@ from tests.engine.facts import (
     model,
     registry,
     speculation,
+    stand_in,
     with_weights,
 )
 
@@ -55,7 +56,7 @@ def eagle(folder: Path, content: bytes = b"drafter", **changes: object) -> Simpl
         ({"hf_config": hf_config(layers=5)}, "config"),
         ({"hf_config": hf_config(layers=4, rope_theta=1.0)}, "config"),
         ({"prefix_caching_hash_algo": "sha256_cbor"}, "hash"),
-        ({"registry": registry(int)}, "engine"),
+        ({"registry": registry(stand_in("Other"))}, "engine"),
         ({"load_format": "pt"}, "loading"),
         ({"multimodal_config": images(mm_processor_kwargs={"max_pixels": 9})}, "config"),
     ],

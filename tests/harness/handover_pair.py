@@ -95,7 +95,7 @@ class Pair:
         self.moves = _PairMoves(self)
         self.decode = self.taker.attach(credit_slots=4)
         self.passed_on: list[tuple[int, int]] = []  # fetch, position
-        self._passed: dict[tuple[int, int], bool] = {}
+        self.passed: dict[tuple[int, int], bool] = {}  # verdicts of direct fetches, as sent
         self.in_engines: list[p.InEngine] = []
         self.ranks: Sequence[RankPages] = (RankPages("rank 0", b"md", ()),)  # of the decode engine
         self.pushing: list[int] = []  # fetches whose workers are to say where
@@ -104,11 +104,12 @@ class Pair:
         self.filled: list[SlotFill] = []
         # told to engines, by the test to end
         self.engine_writes: list[tuple[Part, EngineWrite]] = []
+        self.abandoned: list[Part] = []  # of these
         self.producer = o.Producer(
             lambda: self.giver.store.namespaces,
             self._exporter,
             cast("Any", self.moves),
-            cast("Any", SimpleNamespace(start=self._engine_write, abandon=lambda _: None)),
+            cast("Any", SimpleNamespace(start=self._engine_write, abandon=self.abandoned.append)),
             self._to_consumer,
             held * SLOT_BYTES,
             lambda _, agent, __: self.met.append(agent),
@@ -188,14 +189,8 @@ class Pair:
                 self.pushing.append(fetch)
             case p.Passed(fetch, positions, ok, written):
                 for at in from_u32(positions):
-                    self._passed[fetch, at] = ok
+                    self.passed[fetch, at] = ok
                     (self.unsafe.add if written else self.unsafe.discard)((fetch, at))
-
-    @property
-    def passed(self) -> dict[tuple[int, int], bool]:
-        """The verdicts of blocks of direct fetches."""
-        self.consumer._flush()
-        return self._passed
 
     # The producer's work
 
