@@ -368,6 +368,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "finally:\n            pass",
         ),
     ),
+    "kvstore/handover/engine_writes.py": (
+        ("engine_writes -k workers_are_told_once", "if news else b", "if True else b"),
+        ("engine_writes -k workers_are_told_once", "if len(engine.told) > TOLD_MAX:"),
+        ("engine_writes -k told_again", 'if message.end == "none":'),
+    ),
     "kvstore/handover/producer.py": (
         ("peer_limits -k S2_blocks", ">= WANTED_MAX:", ">= 1 << 62:"),
         (
