@@ -230,6 +230,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("turns -k S4_a_namespace_wakes_when_its_memory", "self._wake(donor)"),
     ),
     "tiers/nvme/disk.py": (
+        ("nvme_failing -k removal_failed", "self.room.start_over()"),
         (
             "turns -k S4_what_is_written",
             "self.wake(space)\n            self._commits.",
@@ -239,6 +240,10 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "turns -k asks_nothing",
             "if now_s < self._idle_until_s and not (under_way or self.visits):",
         ),
+    ),
+    "connectors/store_connection.py": (
+        ("store_connection -k for_good", " and not message.retry:", " and False:"),
+        ("store_connection -k not_ready", " and not message.retry:", ":"),
     ),
     "connectors/vllm_identity.py": (
         ("engine/length -x", "decided_by_length(model, code, length) for length in lengths", ""),

@@ -110,6 +110,27 @@ def test_an_extent_whose_removal_fails_still_counts_and_goes_later(
         assert after.keys()
 
 
+def test_an_extent_whose_removal_failed_is_forgotten_with_a_directory_that_went(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the directory has is counted when it comes back: the sweep at its opening took it."""
+    with shelf(settings) as found:
+        found.fill(40)
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "unlink", raise_eio)
+            found.disk.resize(6 * MIB)
+            wait(found, lambda: found.disk.room.stuck)
+            with moved_away(found, folder):
+                patched.undo()
+        assert found.disk.room.stuck == []
+        wait(found, lambda: found.disk.used_bytes <= 6 * MIB)
+        found.settle()
+        used_bytes = found.disk.used_bytes
+    with shelf(settings_for(folder, 6 * MIB)) as after:
+        assert after.disk.used_bytes == used_bytes
+
+
 def test_an_extent_that_the_index_does_not_know_leaves_no_file(
     empty: Shelf, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

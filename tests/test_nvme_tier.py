@@ -28,6 +28,7 @@ from tests.harness.nvme_damage import (
     make_a_loop_of_one,
     swap,
 )
+from tests.harness.nvme_trouble import wait_for
 from tiers.nvme import NvmeDisk, disk
 
 
@@ -187,6 +188,29 @@ def test_extents_that_are_damaged_while_it_serves_cost_their_blocks(tmp_path: Pa
                 again.get([name])
             assert again.put(901, 0, 5).done == 5
             assert again.whole(901, 5)
+
+
+@pytest.mark.usefixtures("quick_disk")
+def test_an_index_that_is_damaged_while_it_serves_costs_blocks_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    """The file under a live map; get() checks what it calls whole."""
+    for damage in ("cut", "nothing", "rubbish", "head"):
+        settings = settings_for(tmp_path / damage)
+        with shelf(settings) as found:
+            found.fill(CHAINS, LENGTH)
+            found.settle()
+            damage_index(settings, damage)
+            for chain in range(100, 110):
+                found.put(chain, 0, 30)
+            for name in found.keys():  # noqa: SIM118
+                found.get([name])
+            wait_for(found, "ok")
+        with shelf(settings) as again:
+            for name in again.keys():  # noqa: SIM118
+                again.get([name])
+            assert again.put(900, 0, 5).done == 5, damage
+            assert again.whole(900, 5)
 
 
 def test_a_damaged_index_is_set_aside_and_the_tier_starts_empty(
