@@ -243,7 +243,6 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "connectors/store_connection.py": (
         ("store_connection -k for_good", " and not message.retry:", " and False:"),
-        ("store_connection -k not_ready", " and not message.retry:", ":"),
     ),
     "connectors/vllm_identity.py": (
         ("engine/length -x", "decided_by_length(model, code, length) for length in lengths", ""),
