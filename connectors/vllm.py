@@ -275,7 +275,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Ask for one more step while blocks wait to be stored, or a hand-over to be told of.
 
-        The name is vLLM's: what is being pushed needs no step.
+        The name is vLLM's: blocks in a push need no step.
         """
         return self._scheduler is not None and self._scheduler.half.has_pending_work()
 

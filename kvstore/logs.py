@@ -40,7 +40,7 @@ class _Kind(msgspec.Struct, eq=False):
 class RateLog:
     """Lines of one part of the store: a few of each kind in a while, then how many more there were.
 
-    Whoever can cause a line can cause a million. A kind is a literal of the code, never a name from
+    What can cause one line can cause a million. A kind is a literal of the code, never a name from
     outside, so there are few. The calls are one thread's.
     """
 
@@ -65,7 +65,7 @@ class RateLog:
         self._say(logging.INFO, kind, text, values)
 
     def bug(self, kind: str, text: str, *values: object) -> None:
-        """Log what is being handled as an error; the first of a window with its traceback."""
+        """Log the exception being handled as an error; the first of a window with its traceback."""
         self._say(logging.ERROR, kind, text, values, bug=True)
 
     def _say(

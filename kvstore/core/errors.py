@@ -2,7 +2,7 @@
 
 KVStoreError: ConfigError, ProtocolError, NotSupported, PeerError, and
 TierError: TierFull, TierIOError (may be retried), BlockCorrupt.
-InvariantBroken is a BaseException, so that nobody catches it by accident.
+InvariantBroken is a BaseException, so that no `except Exception` catches it.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _READY = State.READY
 class LeafLRU:
     """Leaf-first least recently used; all operations O(1) amortised.
 
-    It is told of every change, on one thread.
+    The manager reports every change to it, on one thread.
     """
 
     def __init__(self) -> None:

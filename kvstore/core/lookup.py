@@ -38,7 +38,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def prefix_hit(probe: Probe, group: int, limit: int) -> Answer:
-    """Count the blocks before the first definite miss; a pending one counts, and is told."""
+    """Count the blocks before the first definite miss; a pending one counts, and sets `pending`."""
     pending = False
     for index in range(limit):
         result = probe(group, index)

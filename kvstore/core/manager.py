@@ -464,7 +464,7 @@ class Manager:
         return True
 
     def clear(self) -> None:
-        """Put every block out of reach; the time depends on what is being written and leased only.
+        """Put every block out of reach; the time depends on open writes and leases only.
 
         What is coming does not become ready. clear_some gives the slots back.
         """

@@ -58,7 +58,7 @@ def no_workers(_connection: int, _message: framing.Message, _fd: int | None) -> 
 
 
 class DirectFetch(msgspec.Struct, eq=False):
-    """What a session's workers are told of one fetch, and have said of it, until its lease ends.
+    """One fetch between the store and a session's workers, until its lease ends.
 
     send(connection, message, None): to a worker; workers: connections by rank. positions: that
     were claimed. push: workers are asked where the peer may write them.

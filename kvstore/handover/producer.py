@@ -78,7 +78,7 @@ class Producer:
     ) -> None:
         """served(): namespaces by digest. exporter(): ours; None while there is none.
 
-        transfers, engine_writes: take sums and write blocks. Each block's end is told once, later,
+        transfers, engine_writes: take sums and write blocks. Each block's end comes once, later,
             by summed() or written(); its slot keeps its bytes until then.
         held_bytes_max: for each peer, of what is held for it at one time, half of what is held for
             all of them, and of what is held for requests whose peer has not asked yet.

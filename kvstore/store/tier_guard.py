@@ -50,7 +50,7 @@ def find_class(dotted: str) -> Any:  # noqa: ANN401 - any object can have the na
         return getattr(import_module(module), name)
     except KeyboardInterrupt:
         raise
-    except BaseException as exc:  # it is somebody else's code: whatever it raises
+    except BaseException as exc:  # a plug-in's code may raise anything
         raise ConfigError(f"{dotted!r} cannot be loaded: {exc}") from exc
 
 

@@ -236,7 +236,7 @@ def _receive(pipe: Connection, into: queue.SimpleQueue[tuple[str, tuple[Any, ...
 
 
 def main(fd: int) -> None:
-    """Answer calls on a pipe until `close`; whatever goes wrong is told, and ends the process.
+    """Answer calls on a pipe until `close`; an error is sent back, and ends the process.
 
     The first call has the arguments of Driver. An answer is (what failed, what was returned).
     """
