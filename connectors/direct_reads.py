@@ -2,7 +2,7 @@
 
 One block of such a load, named by its fetch and its position there:
 
-    wanted --Places, InEngine: it can be read--> reading --> read, reported to the store (Arrived)
+    wanted --Places: it can be read--> reading --> read, reported to the store (Arrived)
     read --Places once more: it was overwritten in the peer's engine--> reading, from elsewhere
     wanted --Push: the store hears our engine blocks (Target)--> being written by the peer
     any of these --Passed, from the store: the peer held it until then--> valid, or failed
@@ -44,7 +44,7 @@ FetchBlock = tuple[int, int]
 """A fetch, and a position in it."""
 Send = Callable[[framing.Message], None]
 """Sends a message to the store."""
-FetchMessage = p.Places | p.InEngine | p.Push | p.Passed
+FetchMessage = p.Places | p.Push | p.Passed
 WriteEnd = Literal["all", "none", "failed"]
 """How a write ended: see p.BlocksWritten."""
 
@@ -67,10 +67,10 @@ class _Fetch(msgspec.Struct, eq=False):
     pushed: bool = False
     written: set[int] = set()  # failed, and the peer may still write them
 
-    def add_engine_blocks(self, message: p.InEngine, positions: Sequence[int]) -> None:
+    def add_engine_blocks(self, engine: int, message: p.Places, positions: Sequence[int]) -> None:
         """Note blocks in a peer's engine, whose memory is described once."""
-        ranks = self.engines.setdefault(message.engine, message.ranks)
-        blocks = framing.from_u32(message.blocks)
+        ranks = self.engines.setdefault(engine, message.ranks)
+        blocks = framing.from_u32(message.numbers)
         per = len(blocks) // max(1, len(positions))
         for number, position in enumerate(positions):
             found = blocks[number * per : number * per + per]
@@ -316,8 +316,8 @@ class DirectTransfers:
                 fetch.written.difference_update(positions)
                 fetch.written.update(positions if message.written else ())
                 continue
-            if isinstance(message, p.InEngine):
-                fetch.add_engine_blocks(message, positions)
+            if message.engine is not None:
+                fetch.add_engine_blocks(message.engine, message, positions)
                 continue
             if message.metadata:
                 self._agent.meet(message.agent, message.metadata)

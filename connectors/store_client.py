@@ -1,6 +1,6 @@
 """The scheduler half's view of its store: answers, credits and known keys, never blocking.
 
-DETACHED --attach thread connected--> JOINING --Active--> ATTACHED
+DETACHED --attach thread was welcome--> ATTACHED
 any --socket lost, Detach, no answer in time--> DETACHED (answers are misses; reconnecting)
 """
 
@@ -221,7 +221,6 @@ class StoreClient:
         self._attacher = attacher
         self.clock = clock
         self._link: Link | None = None
-        self._welcomed = 0
         self.known = KnownKeys()  # blocks that are in the store's memory
         self._asked_ns: dict[int, int] = {}
         self._grants: dict[int, Grant] = {}
@@ -377,9 +376,6 @@ class StoreClient:
         """
         if self._link is None or not self.session:
             return
-        usage = None
-        if self._usage_tokens or self._usage_hits:
-            usage = p.Usage(self._usage_tokens, dict(self._usage_hits))
         try:
             if self._link.waiting_bytes >= STEP_BYTES:
                 self._link.flush()
@@ -387,7 +383,8 @@ class StoreClient:
             step = p.Step(
                 lookups=_take(self._lookups, _fitting(self._lookups)),
                 release=_take(self._release),
-                usage=usage,
+                lookup_tokens=self._usage_tokens,
+                hit_tokens=dict(self._usage_hits),
                 counts=dict(self._counts),
                 handed_over=_take(self._hand_overs, _fitting(self._hand_overs)),
                 unwanted=_take(self._remote_releases),
@@ -412,8 +409,9 @@ class StoreClient:
         """Take in what has arrived, waiting at most timeout_s for the first message."""
         attached = self._attacher.take() if self._link is None else None
         if attached is not None:
-            self._link, self._welcomed = attached[0], attached[1].session
-            self.side_channel = attached[1].side_channel
+            self._link, welcome = attached
+            self.session, self.defer_ms = welcome.session, welcome.defer_ms
+            self.side_channel = welcome.side_channel
         if self._link is None:
             return
         try:
@@ -427,8 +425,6 @@ class StoreClient:
     def _handle(self, message: framing.Message) -> None:
         if isinstance(message, p.Answers):
             self._answers(message)
-        elif isinstance(message, p.Active):
-            self.session, self.defer_ms = self._welcomed, message.defer_ms
         elif isinstance(message, p.BlockVersions) and self._link is not None:
             self._invalidate_versions()
             try:

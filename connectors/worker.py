@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.02
 SHUTDOWN_WAIT_S = 5.0  # for stores that are queued; a copy takes milliseconds
 _READ_S = 0.1
-_FETCH_MESSAGES = p.Places | p.InEngine | p.Push | p.Passed
+_FETCH_MESSAGES = p.Places | p.Push | p.Passed
 
 
 class StoreTask(msgspec.Struct, eq=False):
@@ -511,14 +511,14 @@ class WorkerHalf:
     def _handle(self, link: Link, messages: Iterable[framing.Message]) -> bool:
         """Act on messages of the store; False if it ends the session."""
         for message in messages:
-            if isinstance(message, p.Extent):
+            if isinstance(message, p.Extent) and message.count:
                 self._map(link, message)
-            elif isinstance(message, p.Unmap):
+            elif isinstance(message, p.Extent):
                 self._runner.wait(self._uses_no_slots)
                 removed = self._slots.remove(message.extent)
                 if removed is not None:
                     self._device.unpin(removed)
-                link.send(p.Unmapped(message.extent))
+                link.send(p.Mapped(message.extent, gone=True))
             elif isinstance(message, p.WriteBlocks) and self._direct is not None:
                 self._writes_open.add(message.write)
                 self._runner.submit(WriteTask(self._direct.new_write(message), link))

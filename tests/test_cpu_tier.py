@@ -224,7 +224,7 @@ def join_poor(town: Town) -> Engine:
 
 
 def poor_and_rich(*, slow: bool = False) -> tuple[Town, HeapPool, Engine, Engine]:
-    """A rich engine that does not answer Unmap by itself, and a poor one that needs memory.
+    """A rich engine that keeps memory which is taken back, and a poor one that needs it.
 
     slow: another one of the rich one's model has not mapped anything yet.
     """
@@ -242,13 +242,13 @@ def poor_and_rich(*, slow: bool = False) -> tuple[Town, HeapPool, Engine, Engine
 @pytest.mark.parametrize("gone", [False, True])
 def test_O23_memory_moves_only_when_every_worker_has_unmapped_it_or_is_gone(*, gone: bool) -> None:
     town, memory, rich, poor = poor_and_rich()
-    (unmap,) = town.take(rich.workers[0], p.Unmap)
+    (withdrawn,) = town.take(rich.workers[0], p.Extent)
     assert not memory.released
     assert poor.active is None
     if gone:
         town.close(rich.workers[0])
     else:
-        town.say(rich.workers[0], p.Unmapped(unmap.extent))
+        town.say(rich.workers[0], p.Mapped(withdrawn.extent, gone=True))
     town.settle(poor, turns=10)
     assert len(memory.released) == 1
     assert poor.active is not None
@@ -302,7 +302,7 @@ def test_O23_memory_that_a_frozen_engine_may_have_mapped_moves_when_it_is_gone()
         good.put(hashes(2, f"more{number}"))  # uses up credits in the extent that goes
         town.settle(poor, good, turns=5)
     assert not memory.released
-    town.say(frozen.workers[0], p.Unmapped(2))
+    town.say(frozen.workers[0], p.Mapped(2, gone=True))
     town.settle(poor, good, turns=5)
     assert not memory.released, "nobody knows what who has ended means"
     town.close(frozen.workers[0])
@@ -313,13 +313,13 @@ def test_O23_memory_that_a_frozen_engine_may_have_mapped_moves_when_it_is_gone()
 
 def test_O23_who_maps_memory_as_it_is_to_be_unmapped_still_has_to_unmap_it() -> None:
     town, memory, rich, poor = poor_and_rich(slow=True)
-    (unmap,) = town.take(rich.workers[0], p.Unmap)
+    (withdrawn,) = town.take(rich.workers[0], p.Extent)
     slow = town.store.sessions["slow"].workers[0]
-    town.say(rich.workers[0], p.Unmapped(unmap.extent))
-    town.say(slow, p.Mapped(unmap.extent))
+    town.say(rich.workers[0], p.Mapped(withdrawn.extent, gone=True))
+    town.say(slow, p.Mapped(withdrawn.extent))
     town.settle(rich, poor, turns=10)
     assert not memory.released
-    town.say(slow, p.Unmapped(unmap.extent))
+    town.say(slow, p.Mapped(withdrawn.extent, gone=True))
     town.settle(rich, poor, turns=10)
     assert len(memory.released) == 1
 

@@ -229,8 +229,8 @@ def test_B20_direct_what_a_rank_cannot_read_in_an_engine_is_told_anew_when_all_h
     made.tell_engine(3, ranks, {2: [9]})
     told = [message for connection, message in sent if connection == 10]
     assert told == [
-        p.InEngine(5, 3, ranks, u32([0, 1]), u32([7, 8])),
-        p.InEngine(5, 3, (), u32([2]), u32([9])),
+        p.Places(5, u32([0, 1]), u32([7, 8]), engine=3, ranks=ranks),
+        p.Places(5, u32([2]), u32([9]), engine=3, ranks=()),
     ]
     assert made.arrived(1, 0, arrived(0, 1, ok=False)) == ([], True)
     assert made.arrived(1, 1, arrived(0)) == ([0], False)

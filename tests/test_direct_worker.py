@@ -88,7 +88,7 @@ class Worker:
 
     def places(self, *positions: int) -> None:
         numbers = [position + 1 for position in positions]
-        self.reads.receive(p.Places(9, "agent", b"md", 4096, 8, u32(positions), u32(numbers)))
+        self.reads.receive(p.Places(9, u32(positions), u32(numbers), "agent", b"md", 4096))
 
     def passed(self, *positions: int, ok: bool = True, written: bool = False) -> None:
         self.reads.receive(p.Passed(9, u32(positions), ok, written))
@@ -119,12 +119,12 @@ def test_L1_direct_a_load_is_over_when_all_it_reads_is_good() -> None:
 
 def test_L1_direct_a_load_reads_in_a_peers_engine_whose_memory_is_told_once() -> None:
     worker = Worker()
-    worker.reads.receive(p.InEngine(9, 5, THEIRS, u32([4]), u32([70, 71])))
+    worker.reads.receive(p.Places(9, u32([4]), u32([70, 71]), engine=5, ranks=THEIRS))
     assert not worker.advance()
     slot = p.DIRECT + 4
     moves = [(Move(0, 22, slot, 0), 70), (Move(0, 23, slot, 1), 71)]
     assert worker.reader.engine_moves == [(THEIRS, moves)]
-    worker.reads.receive(p.InEngine(9, 5, (), u32([6]), u32([80, 81])))
+    worker.reads.receive(p.Places(9, u32([6]), u32([80, 81]), engine=5, ranks=()))
     worker.passed(4, 6)
     assert worker.advance()
     assert worker.reader.engine_moves[1][0] == THEIRS
@@ -135,7 +135,9 @@ def test_L1_direct_blocks_of_two_engines_are_each_read_in_their_own() -> None:
     worker = Worker()
     for position, engine in ((4, 5), (6, 7)):
         ranks = (RankPages(f"engine {engine}", b"md", ()),)
-        worker.reads.receive(p.InEngine(9, engine, ranks, u32([position]), u32([70, 71])))
+        worker.reads.receive(
+            p.Places(9, u32([position]), u32([70, 71]), engine=engine, ranks=ranks)
+        )
     assert not worker.advance()
     read = [(ranks[0].agent, moves[0][0].slot) for ranks, moves in worker.reader.engine_moves]
     assert read == [("engine 5", p.DIRECT + 4), ("engine 7", p.DIRECT + 6)]
@@ -143,7 +145,7 @@ def test_L1_direct_blocks_of_two_engines_are_each_read_in_their_own() -> None:
 
 def test_B19_direct_what_is_told_once_more_is_read_once_more() -> None:
     worker = Worker()
-    worker.reads.receive(p.InEngine(9, 5, THEIRS, u32([4, 6]), u32([70, 71, 80, 81])))
+    worker.reads.receive(p.Places(9, u32([4, 6]), u32([70, 71, 80, 81]), engine=5, ranks=THEIRS))
     assert not worker.advance()
     worker.passed(6)
     worker.places(4)
@@ -162,7 +164,7 @@ def test_B15_direct_what_cannot_be_read_in_an_engine_is_read_where_it_is_told_ne
     worker = Worker()
     blocks = [70] if how == "too few blocks" else [70, 71]
     worker.reader.fails = how == "unreadable"
-    worker.reads.receive(p.InEngine(9, 5, (), u32([4]), u32(blocks)))
+    worker.reads.receive(p.Places(9, u32([4]), u32(blocks), engine=5, ranks=()))
     assert not worker.advance()
     assert worker.said == [p.Arrived(9, u32([4]), 0, ok=False)]
     worker.reader.fails = False
@@ -178,7 +180,7 @@ def test_B20_direct_a_place_that_cannot_be_used_ends_no_load_that_is_being_read(
     worker.reader.hangs = True
     worker.places(4)
     assert not worker.advance()
-    worker.reads.receive(p.Places(9, "agent", b"", 4096, 8, u32([6]), b""))
+    worker.reads.receive(p.Places(9, u32([6]), b"", "agent", b"", 4096))
     assert not worker.advance(), "it failed, and is still being read into engine blocks"
     assert worker.load.failed
     worker.reader.hangs = False

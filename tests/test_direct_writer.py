@@ -152,8 +152,8 @@ def test_P8_direct_memory_is_unmapped_whatever_is_written_to_peers() -> None:
     half._slots, half._writes_open, half._idle_loads = SlotMap(), set(), set()
     half._stop = threading.Event()
     half._runner = Runner("test", half._copy, lambda *_: NOTHING)
-    assert half._handle(link, [giving.message, p.Unmap(3)])
-    assert said == [p.Unmapped(3)]
+    assert half._handle(link, [giving.message, p.Extent(3)])
+    assert said == [p.Mapped(3, gone=True)]
     writer.hangs = False
     half._runner.drain()
     assert said[1:] == [p.BlocksWritten(7, "all", 64)]

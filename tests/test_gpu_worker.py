@@ -281,9 +281,9 @@ def test_memory_that_the_store_takes_back_is_unregistered_first(start: Start) ->
     sent: list[framing.Message] = []
     link = SimpleNamespace(send=sent.append)
     (number,) = gpu.half._slots._extents
-    assert gpu.half._handle(link, [p.Unmap(number)])  # type: ignore[arg-type]
+    assert gpu.half._handle(link, [p.Extent(number)])  # type: ignore[arg-type]
     assert gpu.cuda.pinned_ranges == {}
-    assert sent == [p.Unmapped(number)]
+    assert sent == [p.Mapped(number, gone=True)]
 
 
 def test_memory_that_cannot_be_pinned_is_said_and_tried_again(

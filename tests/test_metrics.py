@@ -59,7 +59,8 @@ def busy_town() -> Town:
         live.put(hashes(3, f"request{number}"))
     live.hit(hashes(3, "request19"))
     live.hit(hashes(3, "nobody"))
-    live.step(usage=p.Usage(100, {"cpu": 30, "shelf": 10}), counts={"deferred": 2})
+    hits = {"cpu": 30, "shelf": 10}
+    live.step(lookup_tokens=100, hit_tokens=hits, counts={"deferred": 2})
     town.say(live.workers[0], p.Loaded(1, 4096, 0.5))
     town.say(town.connect(), p.Step())
     town.settle(live)
@@ -255,10 +256,10 @@ def test_M3_label_values_do_not_grow_with_requests(samples: Samples) -> None:
         live.put(hashes(2, f"more{number}"))
         granted = live.hit(hashes(2, f"more{number}"))
         town.say(live.workers[0], p.Loaded(granted.lease, 1, 0.1))
-        live.step(usage=p.Usage(1, {"cpu": 1}), counts={"deferred": 1})
+        live.step(lookup_tokens=1, hit_tokens={"cpu": 1}, counts={"deferred": 1})
     town.store.refresh_gauges()
     more = scrape(town.store.numbers)
     assert set(more) == set(samples)
-    for step in (p.Step(counts={"made_up": 1}), p.Step(usage=p.Usage(1, {"made_up": 1}))):
+    for step in (p.Step(counts={"made_up": 1}), p.Step(hit_tokens={"made_up": 1})):
         town.say(live.scheduler, step)
     assert not [key for key in town.store.numbers.counts if "made_up" in key]

@@ -198,8 +198,8 @@ def test_B6_all_tokens_of_a_prompt_are_announced_the_tail_included() -> None:
     (job,) = script.load(request, [[1, 2, 3, 4]]).loads
     assert job.engine.block_ids == (1, 2, 3), "no lookahead block"
     assert job.slots == (0, 1, 2)
-    usage = [step.usage for step in script.steps() if step.usage is not None]
-    assert usage == [p.Usage(40, {"peer": 40})]
+    usage = [(step.lookup_tokens, step.hit_tokens) for step in script.steps() if step.hit_tokens]
+    assert usage == [(40, {"peer": 40})]
 
 
 def test_B6_only_what_is_lacked_is_loaded_if_it_is_less_than_a_block() -> None:

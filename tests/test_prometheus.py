@@ -28,8 +28,8 @@ def test_M1_M3_every_query_in_the_docs_returns_data(tmp_path: Path) -> None:
             watch.seen()
             live.put(chain := hashes(4))
             live.read(live.ask(chain))
-            usage = p.Usage(100, {"cpu": 60})
-            live.scheduler.send(p.Step(usage=usage, counts={"timed_out": 1}))
+            used = p.Step(lookup_tokens=100, hit_tokens={"cpu": 60}, counts={"timed_out": 1})
+            live.scheduler.send(used)
             with client(store) as stranger:
                 stranger.sock.sendall(b"\xff" * 64)
                 stranger.read_to_end()

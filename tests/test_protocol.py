@@ -33,11 +33,12 @@ TO_STORE: tuple[framing.Message, ...] = (
     p.Step(
         (p.Lookup(1, b"h" * 64, 32), p.Lookup(2, b"", 32, b"scope")),
         (5,),
-        p.Usage(100, {"cpu": 40, "disk": 2}),
+        100,
+        {"cpu": 40, "disk": 2},
         {"deferred": 1},
     ),
     p.Mapped(1),
-    p.Unmapped(2),
+    p.Mapped(2, gone=True),
     p.Stored(u32([1, 2]), (b"a", b"b"), (b"", b"a"), ok=False, seconds=0.25),
     p.Loading(7),
     p.Loaded(7, 4096, 0.5, u32([9]), 2),
@@ -53,9 +54,8 @@ TO_ENGINE: tuple[framing.Message, ...] = (
     p.Welcome(1, "digest", slot_layout([geometry()]).ranks[0]),
     p.Refused("no", retry=True),
     p.Extent(1, 0, 15, 4096, 61440, 65536),
-    p.Unmap(1),
+    p.Extent(1),
     p.Coming(7, 250, 1000),
-    p.Active(15, 100),
     p.Answers(),
     p.Answers(
         (p.Granted(1, 2, 3, (p.Hit(u32([0]), u32([4]), u32([5])),), {"disk": 1}, capped=True),),
@@ -63,13 +63,13 @@ TO_ENGINE: tuple[framing.Message, ...] = (
         (b"new",),
         (b"old",),
     ),
-    p.Places(5, "agent", b"md", 4096, 8, u32([0, 2]), u32([7, 1])),
+    p.Places(5, u32([0, 2]), u32([7, 1]), "agent", b"md", 4096),
     p.Push(5),
     p.Passed(5, u32([2]), ok=False),
     p.WriteBlocks(
         7, 0, (RankPages("agent", b"md", ((PageRun(0, 512, 2, 4096, 1024, 512),),)),), b"", b""
     ),
-    p.InEngine(5, 2, (), u32([0]), u32([7])),
+    p.Places(5, u32([0]), u32([7]), engine=2),
     p.BlockVersions(8),
     p.Detach("over"),
     p.Report(b"[]"),
@@ -147,15 +147,15 @@ NO_MESSAGES = [
     hello_with(groups=[{"rule": {}, "layers": [{"name": "x", "page_bytes": 64, "heads": 0}]}]),
 ]
 NO_MESSAGES_OF_THESE_FIELDS: list[framing.Message] = [
-    p.Active(1, 1),  # of the other direction
+    p.Extent(1),  # of the other direction
     # Numbers that no counter can take.
     p.Stored(b"", (), (), ok=True, seconds=float("nan")),
     p.Stored(b"", (), (), ok=True, seconds=-1.0),
     p.Loaded(1, -1, 0.1),
     p.Loaded(1, 1 << 61, 0.1),
     p.Loaded(1, 1, float("inf")),
-    p.Step(usage=p.Usage(-1, {})),
-    p.Step(usage=p.Usage(1, {"cpu": -1})),
+    p.Step(lookup_tokens=-1),
+    p.Step(hit_tokens={"cpu": -1}),
     p.Step(counts={"deferred": -1}),
     p.Step(handed_over=(p.HandedOver("r", "done", lease_ms=-1),)),
 ]

@@ -54,7 +54,7 @@ def test_L1_direct_what_an_engine_has_itself_is_told_to_be_there() -> None:
     shown.add(chain, 0, 2)
     number = reading(pair, chain)
     (read,) = pair.in_engines
-    assert (from_u32(read.positions), from_u32(read.blocks)) == ([0, 2], [0, 1, 20, 21])
+    assert (from_u32(read.positions), from_u32(read.numbers)) == ([0, 2], [0, 1, 20, 21])
     assert [rank.agent for rank in read.ranks] == ["theirs"]
     assert sorted(pair.passed_on) == [(number, at) for at in range(4)]
     pair.read(number, range(4))
@@ -87,7 +87,7 @@ def test_direct_blocks_of_other_sizes_are_told_apart() -> None:
     number = offered(pair, chain)
     pair.run(5)
     pair.claim(number, range(4))
-    found = [(from_u32(read.positions), from_u32(read.blocks)) for read in pair.in_engines]
+    found = [(from_u32(read.positions), from_u32(read.numbers)) for read in pair.in_engines]
     assert found == [([0, 2], [0, 2]), ([1, 3], [1, 1, 3, 3])]
 
 
@@ -185,7 +185,7 @@ SERVES = p.Serves(RankPages("agent", b"md", ((PageRun(0, 512, 1, 4096, 512, 0),)
 
 
 def joined(town: Town, *, serves: bool) -> Engine:
-    """An engine of which all but the store's Active has been said."""
+    """An engine that has read nothing yet of what its store says."""
     made = Engine(town, "engine", direct=True)
     made.join()
     if serves:

@@ -222,7 +222,7 @@ def test_O20_of_a_hit_that_the_engine_shrinks_only_that_much_is_loaded() -> None
     assert (job.engine.block_ids, job.slots) == ((1, 2), (0, 1))
     assert job.lease == ask
     steps = script.steps()
-    assert [step.usage for step in steps] == [p.Usage(65, {"cpu": 32})]
+    assert [(step.lookup_tokens, step.hit_tokens) for step in steps] == [(65, {"cpu": 32})]
     assert [lease for step in steps for lease in step.release] == [], "its load ends the lease"
 
 

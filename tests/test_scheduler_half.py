@@ -9,7 +9,6 @@ from connectors.scheduler import ANSWER_LIMIT_NS, LOADING_LIMIT_NS
 from connectors.step_meta import pieces
 from kvstore.core.layout import Move
 from kvstore.core.types import GroupRule
-from kvstore.wire import engine as p
 from tests.harness.script import BLOCK, MS, US, Request, Script, found, hashes
 
 PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))  # two engine blocks in a block
@@ -83,7 +82,7 @@ def test_O6_a_request_that_computes_all_its_prompt_asks_nothing_and_is_stored() 
         meta = script.step(request, 48, [[1, 2, 3]])
         assert script.indices(request, meta) == [0, 1, 2]
         request.num_computed_tokens = 0
-    assert not any(step.usage for step in script.steps()), "it could not hit"
+    assert not any(step.lookup_tokens for step in script.steps()), "it could not hit"
     assert script.waited_ns == 0
     assert not script.half.take_stats().get("deferred")
 
@@ -294,7 +293,7 @@ def test_O9_the_second_allocation_after_a_load_starts_nothing() -> None:
     script.half.update_state_after_alloc("r", (), 0)
     meta = script.step(request, 8, [[1, 2, 3]])
     assert (meta.loads, meta.stores) == ((), ())
-    assert all(step.usage is None for step in script.steps()), "the request was counted twice"
+    assert not any(step.lookup_tokens for step in script.steps()), "the request was counted twice"
 
 
 def test_O9_an_allocation_while_loading_changes_no_load() -> None:
@@ -304,7 +303,9 @@ def test_O9_an_allocation_while_loading_changes_no_load() -> None:
     assert script.step().loads == ()
     steps = script.steps()
     assert [lease for step in steps for lease in step.release] == [], "it is being loaded from"
-    assert [step.usage for step in steps] == [p.Usage(40, {"cpu": 32})], "counted once"
+    assert [(step.lookup_tokens, step.hit_tokens) for step in steps] == [(40, {"cpu": 32})], (
+        "counted once"
+    )
     finish(script, request)
     script.half.update_state_after_alloc("r", (), 0)
     assert script.step(request, 8, [[1, 2, 3]]).stores == (), "what was loaded is not stored"
@@ -348,8 +349,8 @@ def test_M1_M2_hits_are_counted_by_the_tier_they_come_from_each_token_once(
     (lookup,) = script.lookups()
     script.answer(lookup.ask, [0, 1, 2, 3], sources=sources)
     script.load(request, [[1, 2, 3, 4]])
-    usage = [step.usage for step in script.steps() if step.usage is not None]
-    assert usage == [p.Usage(65, tokens)]
+    usage = [(step.lookup_tokens, step.hit_tokens) for step in script.steps() if step.hit_tokens]
+    assert usage == [(65, tokens)]
     assert script.half.hit_sources("r", 64) == tokens
 
 

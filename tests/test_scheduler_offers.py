@@ -6,7 +6,6 @@ import pytest
 
 from connectors.engine_interface import Geometry, Step
 from kvstore.core.types import GroupRule
-from kvstore.wire import engine as p
 from tests.harness.script import BLOCK, Request, Script, found, hashes, running
 
 PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))
@@ -371,6 +370,6 @@ def test_a_request_is_not_looked_at_before_it_can_have_a_block() -> None:
 def test_O8_the_first_request_after_the_store_came_back_is_asked_about() -> None:
     script = Script()
     script.client.detach("for a test")
-    script.inbox = [p.Active(1000, 100)]
+    script.welcomes = True
     script.half.on_new_request(Request("r", 33))
     assert len(script.lookups()) == 1

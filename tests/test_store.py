@@ -50,18 +50,26 @@ def test_an_engine_is_active_when_all_its_parts_are_there_and_memory_is_mapped()
         town.settle(engine)
     assert phase(town, engine) is Phase.ACTIVE
     assert engine.active is not None
-    assert engine.active.slots_total == 8
+    (namespace,) = town.store.namespaces.values()
+    assert namespace.manager.slots_total == 8
     assert len(engine.credits) > 0
-    session = {message.session for message in engine.layouts}
+    session = {message.session for message in (engine.active, *engine.layouts)}
     assert session == {town.store.sessions["engine"].number}
 
 
-def test_S2_a_scheduler_half_that_asks_before_its_session_is_welcome_is_refused() -> None:
-    """Its workers are not there yet, and so there is no model to look into."""
+@pytest.mark.parametrize("workers", [False, True])
+def test_S2_a_scheduler_half_that_asks_before_its_session_is_welcome_is_refused(
+    *, workers: bool
+) -> None:
+    """Its workers are not there yet, and so no model to look into; or have mapped no memory."""
     town = Town()
     early = Engine(town, "early", world=1, maps=False)
     town.say(early.scheduler, p.Hello(p.VERSION, "early", "scheduler", 0, 1, 4))
-    town.say(early.scheduler, p.Step(lookups=(p.Lookup(1, bytes(32), 32),)))
+    if workers:
+        early.join_rank(0, early.workers[0])
+        town.settle(early)
+        assert early.active is None
+    early.step(lookups=(p.Lookup(1, bytes(32), 32),))
     (detach,) = town.take(early.scheduler, p.Detach)
     assert detach.reason == "Step before Welcome"
     assert town.store.numbers.counts["kvstore_refused", "protocol"] == 1
@@ -262,7 +270,7 @@ WRONG = {
 }
 WRONG_OF_SCHEDULERS = {
     "unknown-event": p.Step(counts={"made_up": 1}),
-    "unknown-tier": p.Step(usage=p.Usage(1, {"made_up": 1})),
+    "unknown-tier": p.Step(hit_tokens={"made_up": 1}),
     "no-width": p.Step(lookups=(p.Lookup(1, b"1234", 0),)),
     "broken-hashes": p.Step(lookups=(p.Lookup(1, b"12345", 4),)),
     "stored-from-a-scheduler": p.Stored(b"", (), (), ok=True, seconds=0.0),

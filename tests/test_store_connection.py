@@ -65,14 +65,14 @@ def pair() -> Iterator[tuple[Link, socket.socket]]:
 
 
 def test_what_comes_right_behind_the_welcome_is_kept(store: Store) -> None:
-    active = p.Active(8, 100)
-    thread = store.serve((WELCOME, active))
+    answers = p.Answers(credits=framing.u32([1]))
+    thread = store.serve((WELCOME, answers))
     attached = attach(lambda: store.path, HELLO, threading.Event())
     thread.join()
     assert attached is not None
     link, welcome = attached
     assert welcome == WELCOME
-    assert link.receive(1.0) == [active]
+    assert link.receive(1.0) == [answers]
     link.close()
 
 

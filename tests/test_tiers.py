@@ -217,7 +217,8 @@ def stored(folder: Path) -> list[Path]:
 def test_a_tier_named_in_the_settings_serves_what_memory_has_let_go(tmp_path: Path) -> None:
     chain = hashes(4, "wanted")
     with LiveStore(with_folder(tmp_path)) as store, engine(store) as live:
-        assert live.active.slots_total == 15
+        (namespace,) = store.server.store.namespaces.values()
+        assert namespace.manager.slots_total == 15
         live.put(chain)
         folder = tmp_path / "blocks"
         for number in range(20):  # memory has room for 15

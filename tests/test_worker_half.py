@@ -156,9 +156,9 @@ def test_O23_memory_is_given_back_while_a_load_waits_for_long(rig: Rig) -> None:
     half.start_loads(StepMeta(loads=(waits,)))
     said: list[framing.Message] = []
     link = SimpleNamespace(send=said.append)
-    unmap = threading.Thread(target=half._handle, args=(link, [p.Unmap(99)]), daemon=True)
+    unmap = threading.Thread(target=half._handle, args=(link, [p.Extent(99)]), daemon=True)
     unmap.start()
-    eventually(lambda: said == [p.Unmapped(99)])
+    eventually(lambda: said == [p.Mapped(99, gone=True)])
     assert half._loads_open == {"r"}
 
 

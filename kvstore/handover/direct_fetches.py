@@ -107,7 +107,7 @@ class DirectFetch(msgspec.Struct, eq=False):
         self.reached = agent
         self._expect(positions, in_engine=False)
         at, slots = framing.u32(positions), framing.u32(numbers)
-        self.tell(p.Places(self.number, name, new, region.base, region.slots, at, slots))
+        self.tell(p.Places(self.number, at, slots, name, new, region.base))
 
     def tell_engine(
         self, engine: int, ranks: Sequence[RankPages], blocks: Mapping[int, list[int]]
@@ -117,7 +117,8 @@ class DirectFetch(msgspec.Struct, eq=False):
         new = () if engine in self.engines else tuple(ranks)
         self.engines.add(engine)
         packed = framing.u32([block for found in blocks.values() for block in found])
-        self.tell(p.InEngine(self.number, engine, new, framing.u32(list(blocks)), packed))
+        at = framing.u32(list(blocks))
+        self.tell(p.Places(self.number, at, packed, engine=engine, ranks=new))
 
     def target(
         self, session: int, rank: int, message: p.Target, ranks: Sequence[RankPages]

@@ -47,7 +47,7 @@ from kvstore.handover.transfers import (
 from kvstore.logs import RateLog
 from kvstore.metrics import HAND_OVER_EVENTS, Numbers
 from kvstore.wire import peer as m
-from kvstore.wire.engine import Extent, Unmap
+from kvstore.wire.engine import Extent
 from kvstore.wire.framing import Message
 from tiers.nixl import messages as nixl
 from tiers.nixl.supervisor import Down
@@ -257,7 +257,7 @@ class Peers:
         if not self.off:
             with self._barrier.around("memory that peers can read", self._switch_off):
                 self._on_memory(message, fd)
-        if self.off and isinstance(message, Extent | Unmap):
+        if self.off and isinstance(message, Extent):
             self._noted.append(message.extent)
 
     def _on_memory(self, message: Message, fd: int | None) -> None:
@@ -265,7 +265,7 @@ class Peers:
             self._mover.export(message.extent, fd, message.count * message.slot_bytes)
             self._noted.append(message.extent)
             self._slots[message.extent] = message.count
-        elif isinstance(message, Unmap):
+        elif isinstance(message, Extent):
             self._unmapping.add(message.extent)
             self._slots.pop(message.extent, None)
             self._regions.pop(message.extent, None)

@@ -221,7 +221,7 @@ class Memory:
                 mapping.since_ns = self._now_ns
                 mapping.waiting = dict.fromkeys(mapping.told, self._now_ns)
                 for worker in mapping.waiting:
-                    self._send(worker, p.Unmap(extent), None)
+                    self._send(worker, p.Extent(extent), None)
         if mapping.state == "unmapping" and not mapping.waiting:
             del namespace.extents[extent]
             self.pool.release(mapping.memory)

@@ -20,12 +20,12 @@ DISK_STATES = ("ok", "loading", "read_only", "off")
 
 def count_step(numbers: Numbers, step: Step, tiers: Collection[str]) -> None:
     """Add what a scheduler half has counted. Raises ProtocolError for unknown names."""
-    if step.usage is not None:
-        numbers.add("kvstore_lookup_tokens", by=step.usage.lookup_tokens)
-        for tier, tokens in step.usage.hit_tokens.items():
-            if tier not in tiers:
-                raise ProtocolError(f"tier {tier!r}, expected one of {tiers}")
-            numbers.add("kvstore_hit_tokens", tier, by=tokens)
+    if step.lookup_tokens:
+        numbers.add("kvstore_lookup_tokens", by=step.lookup_tokens)
+    for tier, tokens in step.hit_tokens.items():
+        if tier not in tiers:
+            raise ProtocolError(f"tier {tier!r}, expected one of {tiers}")
+        numbers.add("kvstore_hit_tokens", tier, by=tokens)
     for event, count in step.counts.items():
         if event not in EVENTS:
             raise ProtocolError(f"event {event!r}, expected one of {sorted(EVENTS)}")

@@ -24,12 +24,11 @@ from kvstore.handover.direct_fetches import Positions, reaching_on, with_reads
 from kvstore.handover.peers import Peers
 from kvstore.metrics import PEER, Numbers
 from kvstore.store.namespace import Namespace
-from kvstore.store.session import Ask, Phase, Session
+from kvstore.store.session import Ask, Session
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 
-_ASK_AGAIN_MS = 1000
 _OWED_NS = 20_000_000  # a peer answers in less: before it does, a look seldom tells anything new
 
 
@@ -117,8 +116,6 @@ class Lookups:
         blocks = len(lookup.hashes) // lookup.width
         if blocks > limits.LOOKUP_BLOCKS_MAX:
             raise ProtocolError(f"{blocks} blocks, expected up to {limits.LOOKUP_BLOCKS_MAX}")
-        if session.phase is not Phase.ACTIVE:
-            return p.Granted(lookup.ask, 0, _ASK_AGAIN_MS, ())
         groups, inside = len(namespace.layout.rules), lookup.inside
         chain = Chain(lookup.hashes, lookup.width, groups, lookup.scope, inside=inside)
         loadable = blocks if lookup.loadable is None else min(lookup.loadable, blocks)

@@ -177,9 +177,8 @@ class Store:
             self._loaded(session, namespace, session.rank_of(connection), message)
         elif isinstance(message, OfPeers):
             self._of_peers(session, namespace, session.rank_of(connection), message)
-        elif isinstance(message, p.Mapped | p.Unmapped):
-            gone = isinstance(message, p.Unmapped)
-            namespace.settle(message.extent, connection, unmapped=gone)
+        elif isinstance(message, p.Mapped):
+            namespace.settle(message.extent, connection, unmapped=message.gone)
             self._maybe_activate(session)
         else:
             raise ProtocolError(f"{type(message).__name__} is not for the store")
@@ -361,7 +360,7 @@ class Store:
             )
 
     def _welcome(self, session: Session, joined: int) -> None:
-        """All ranks' geometries are known: find the namespace and greet who waits for it."""
+        """All ranks' geometries are known: find the namespace, and welcome the workers."""
         first_time = session.namespace is None
         if session.namespace is None:
             try:
@@ -384,11 +383,6 @@ class Store:
                 welcome = p.Welcome(session.number, digest, layout, *waits, devices=devices)
                 self._send(worker, welcome, None)
                 self._memory.announce(namespace, worker, self._now_ns)
-        if session.scheduler is not None and (first_time or session.scheduler == joined):
-            peers = None if namespace.layout.unnamed else self._peers
-            here = "" if peers is None else peers.channel.address
-            welcome = p.Welcome(session.number, namespace.layout.digest, side_channel=here)
-            self._send(session.scheduler, welcome, None)
 
     def _namespace(self, session: Session) -> Namespace:
         layout = slot_layout([session.geometries[rank] for rank in range(session.world)])
@@ -445,9 +439,12 @@ class Store:
                 namespace.tiering.tell()
             slower_ns = self._config.engine.promote_ns if namespace.tiering.sources else 0
             limit_ms = max(self._config.engine.defer_ns, slower_ns) // 1_000_000
-            active = p.Active(namespace.manager.slots_total, limit_ms)
+            peers = None if namespace.layout.unnamed else self._peers
+            here = "" if peers is None else peers.channel.address
+            digest = namespace.layout.digest
+            welcome = p.Welcome(session.number, digest, side_channel=here, defer_ms=limit_ms)
             if session.scheduler is not None:
-                self._send(session.scheduler, active, None)
+                self._send(session.scheduler, welcome, None)
             self._send_block_versions(session, namespace)
             line = "engine %r attached, session %d"
             self._lives.info("engines attached", line, session.engine, session.number)
@@ -512,6 +509,8 @@ class Store:
     # Lookups
 
     def _step(self, session: Session, namespace: Namespace, step: p.Step) -> None:
+        if session.phase is Phase.JOINING:
+            raise ProtocolError("Step before Welcome")
         for lease_id in step.release:
             self._lookups.end_lease(session, namespace, LeaseId(lease_id))
         count_step(self.numbers, step, self._tier_names)

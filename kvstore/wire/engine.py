@@ -19,7 +19,7 @@ from kvstore.core.layout import RankGeometry, RankLayout, RankPages
 from kvstore.core.limits import Count, Hash, LeaseMs, Name, Number, Rank, Seconds, Text, Words
 from kvstore.wire.framing import Message
 
-VERSION = 2
+VERSION = 3
 
 Requests = msgspec.Meta(max_length=limits.STEP_ITEMS_MAX)
 Keys = Annotated[tuple[Hash, ...], msgspec.Meta(max_length=limits.STORED_MAX)]
@@ -74,13 +74,6 @@ class Lookup(Message, frozen=True):
     direct: bool = False
 
 
-class Usage(Message, frozen=True):
-    """Tokens of requests admitted since the last step: asked for, and served, by tier."""
-
-    lookup_tokens: Count
-    hit_tokens: Counts
-
-
 class HandedOver(Message, frozen=True):
     """A request whose blocks another store will ask for.
 
@@ -120,12 +113,16 @@ class EngineBlocks(Message, frozen=True):
 
 
 class Step(Message, frozen=True):
-    """One batch per engine step from the scheduler half."""
+    """One batch per engine step from the scheduler half.
+
+    release: leases that were not used. lookup_tokens, hit_tokens: of requests admitted since the
+    last step, asked for, and served, by tier. counts: events since then, by name (EVENTS).
+    """
 
     lookups: Annotated[tuple[Lookup, ...], Requests] = ()
-    release: Numbers = ()  # leases that were not used
-    usage: Usage | None = None
-    # Events by name (EVENTS), since the last step.
+    release: Numbers = ()
+    lookup_tokens: Count = 0
+    hit_tokens: Counts = msgspec.field(default_factory=dict)
     counts: Counts = msgspec.field(default_factory=dict)
     handed_over: Annotated[tuple[HandedOver, ...], Requests] = ()
     unwanted: Annotated[tuple[Unwanted, ...], Requests] = ()
@@ -133,15 +130,10 @@ class Step(Message, frozen=True):
 
 
 class Mapped(Message, frozen=True):
-    """The worker has mapped an extent and may use its slots."""
+    """The answer to Extent: the worker has mapped it, and may use its slots; gone: it uses none."""
 
     extent: Number
-
-
-class Unmapped(Message, frozen=True):
-    """The worker no longer uses an extent."""
-
-    extent: Number
+    gone: bool = False
 
 
 class Stored(Message, frozen=True):
@@ -229,11 +221,13 @@ class Query(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The connection is part of a session.
+    """The connection is part of a session; the scheduler half's may ask and store from now on.
 
-    For workers: layout: what to copy where. wait_ms, limit_ms: how long a load may wait for slots
-    that are coming without an arrival, and in all. devices: those to read from peers with, as UCX
-    names them. For the scheduler half: side_channel: host:port where other stores ask this one.
+    Workers are welcome once all of them are there. layout: what to copy where. wait_ms, limit_ms:
+    how long a load may wait for slots that are coming without an arrival, and in all. devices:
+    those to read from peers with, as UCX names them.
+    The scheduler half is once they have mapped the memory. side_channel: host:port where other
+    stores ask this one. defer_ms: how long a lookup may wait for blocks that are pending.
     """
 
     session: int
@@ -241,8 +235,9 @@ class Welcome(Message, frozen=True):
     layout: RankLayout | None = None
     wait_ms: int = 0
     limit_ms: int = 0
-    side_channel: str = ""
     devices: str = ""
+    side_channel: str = ""
+    defer_ms: int = 0
 
 
 class Refused(Message, frozen=True):
@@ -256,31 +251,15 @@ class Extent(Message, frozen=True):
     """Slots first..first+count-1 live in the memory whose descriptor comes along.
 
     Slot i starts at (i - first) * slot_bytes; from generations_offset on there is a u32
-    generation per slot.
+    generation per slot. count 0: the store takes the memory back, and no descriptor comes.
     """
 
     extent: int
-    first: int
-    count: int
-    slot_bytes: int
-    generations_offset: int
-    bytes: int
-
-
-class Unmap(Message, frozen=True):
-    """Stop using an extent, then say Unmapped."""
-
-    extent: int
-
-
-class Active(Message, frozen=True):
-    """All parts of the session are there: lookups and stores may start.
-
-    defer_ms: how long the store may keep a lookup waiting for blocks that are pending.
-    """
-
-    slots_total: int
-    defer_ms: int
+    first: int = 0
+    count: int = 0
+    slot_bytes: int = 0
+    generations_offset: int = 0
+    bytes: int = 0
 
 
 DIRECT = 1 << 31
@@ -329,19 +308,22 @@ class Answers(Message, frozen=True):
 
 
 class Places(Message, frozen=True):
-    """Blocks of a fetch that can be read now: u32 positions, and u32 numbers in a peer's region.
+    """Blocks of a fetch that can be read now: u32 positions, and where each is at the peer.
 
-    agent: the peer's exporter; metadata: how to reach it, unless the fetch was told before. base:
-    where the region begins there. slots: it has so many.
+    numbers: u32 slots of its exporter's region that begins at base. agent: the exporter; metadata:
+    how to reach it, unless the fetch was told before. Or, as in the side channel's Have, engine
+    blocks, as many for each position: engine: its number there; ranks: its memory, unless the
+    fetch has named it before.
     """
 
     fetch: int
-    agent: str
-    metadata: bytes
-    base: int
-    slots: int
     positions: bytes
     numbers: bytes
+    agent: str = ""
+    metadata: bytes = b""
+    base: int = 0
+    engine: int | None = None
+    ranks: tuple[RankPages, ...] = ()
 
 
 class Passed(Message, frozen=True):
@@ -372,20 +354,6 @@ class Push(Message, frozen=True):
     """The peer writes the blocks of a fetch: say where, once they may be written (Target)."""
 
     fetch: int
-
-
-class InEngine(Message, frozen=True):
-    """Blocks of a fetch that can be read in the memory of a peer's engine.
-
-    engine: its number there; ranks: its memory, unless the fetch has named it before. positions:
-    u32; blocks: u32 engine blocks, as many for each position.
-    """
-
-    fetch: int
-    engine: int
-    ranks: tuple[RankPages, ...]
-    positions: bytes
-    blocks: bytes
 
 
 class WriteBlocks(Message, frozen=True):
@@ -424,11 +392,11 @@ class Report(Message, frozen=True):
     body: bytes
 
 
-ToStore = (Hello | Step | Mapped | Unmapped | Stored | Loading | Loaded) | (
+ToStore = (Hello | Step | Mapped | Stored | Loading | Loaded) | (
     Arrived | Target | Serves | BlocksWritten | Query
 )
-ToWorker = Extent | Unmap | Coming | Places | InEngine | Push | Passed | WriteBlocks
-ToEngine = ToWorker | Welcome | Refused | Active | Answers | BlockVersions | Detach | Report
+ToWorker = Extent | Coming | Places | Push | Passed | WriteBlocks
+ToEngine = ToWorker | Welcome | Refused | Answers | BlockVersions | Detach | Report
 
 EVENTS = frozenset(
     {

@@ -283,7 +283,7 @@ class Site(Town):
         for connection in self.decoders:
             said, self.inbox[connection] = self.inbox[connection], []
             for message in said:
-                if isinstance(message, p.Extent):
+                if isinstance(message, p.Extent) and message.count:
                     self.say(connection, p.Mapped(message.extent))
 
     def forget(self, connection: int) -> None:

@@ -221,16 +221,13 @@ class World:
             victim.step(lookups=(lookup,))
             self.decode.tick(1)
             victim.pump()
-            told = [(each.fetch, each.positions) for each in victim.places]
-            told += [(each.fetch, each.positions) for each in victim.in_engines]
-            for fetch, positions in told:
-                self.decode.say(victim.workers[0], self._arrived(fetch, positions))
+            for told in victim.places:
+                self.decode.say(victim.workers[0], self._arrived(told.fetch, told.positions))
             for fetch in victim.pushes:
                 self.decode.say(victim.workers[0], p.Serves(self._rank(), 8))
                 self.decode.say(victim.workers[0], self._target(fetch, u32(range(5))))
             victim.pushes.clear()
             victim.places.clear()
-            victim.in_engines.clear()
             for granted in victim.granted.values():
                 if granted.lease and self.rng.random() < 0.7:
                     self.decode.say(victim.workers[0], p.Loaded(granted.lease, 0, 0.0))
@@ -327,7 +324,7 @@ class World:
         if kind == 6:
             return p.Loaded(self.rng.randint(1, 40), 100, 0.1, u32(slots[:2]))
         if kind == 7:
-            return self.rng.choice((p.Mapped, p.Unmapped))(self.rng.randint(1, 12))
+            return p.Mapped(self.rng.randint(1, 12), gone=self.rng.random() < 0.5)
         if kind == 8:
             return p.Query("stats")
         if kind == 10:
@@ -378,7 +375,8 @@ class World:
         return p.Step(
             (lookup,) * self.rng.randint(0, 2),
             (self._number(), self.rng.randint(1, 40)),
-            p.Usage(1, {"cpu": 1}) if self.rng.random() < 0.3 else None,
+            self.rng.randint(0, 3),
+            {"cpu": 1} if self.rng.random() < 0.3 else {},
             {"deferred": 1},
             (handing,) * self.rng.randint(0, 1),
             engine_blocks=self._shown(chain),

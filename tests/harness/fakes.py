@@ -20,7 +20,7 @@ from kvstore.wire import framing
 from tiers.cpu import CpuExtent, CpuMemory
 
 SLOT_BYTES = 4096
-OfPeers = p.Places | p.InEngine | p.Push | p.Passed | p.WriteBlocks | p.BlockVersions
+OfPeers = p.Places | p.Push | p.Passed | p.WriteBlocks | p.BlockVersions
 M = TypeVar("M", bound=framing.Message)
 u32, from_u32 = framing.u32, framing.from_u32
 
@@ -212,7 +212,6 @@ class Engine:
         self.town, self.name, self.world, self.maps = town, name, world, maps
         self.direct = direct
         self.places: list[p.Places] = []
-        self.in_engines: list[p.InEngine] = []
         self.pushes: list[int] = []  # fetches whose peer writes
         self.boards: list[p.BlockVersions] = []
         self.engine_writes: list[p.WriteBlocks] = []
@@ -221,7 +220,7 @@ class Engine:
         self.geometries = [geometry(identity, rank, world, rules) for rank in range(world)]
         self.scheduler = town.connect()
         self.workers = [town.connect() for _ in range(world)]
-        self.active: p.Active | None = None
+        self.active: p.Welcome | None = None  # as its scheduler half was told
         self.credits: list[int] = []
         self.granted: dict[int, p.Granted] = {}
         self.added: list[bytes] = []
@@ -252,15 +251,12 @@ class Engine:
 
     def _handle(self, connection: int, message: framing.Message) -> None:
         if isinstance(message, p.Extent):
-            self.extents[message.extent] = message
+            if message.count:
+                self.extents[message.extent] = message
+            else:
+                self.extents.pop(message.extent, None)
             if self.maps:
-                self.town.say(connection, p.Mapped(message.extent))
-        elif isinstance(message, p.Unmap):
-            self.extents.pop(message.extent, None)
-            if self.maps:
-                self.town.say(connection, p.Unmapped(message.extent))
-        elif isinstance(message, p.Active):
-            self.active = message
+                self.town.say(connection, p.Mapped(message.extent, gone=not message.count))
         elif isinstance(message, p.Answers):
             self.credits.extend(from_u32(message.credits))
             self.granted.update({granted.ask: granted for granted in message.granted})
@@ -268,6 +264,8 @@ class Engine:
             self.removed.extend(message.removed)
         elif isinstance(message, OfPeers):
             self._of_peers(message)
+        elif isinstance(message, p.Welcome) and connection == self.scheduler:
+            self.active = message
         elif isinstance(message, p.Welcome):
             self.layouts.append(message)
         elif isinstance(message, p.Detach):
@@ -278,8 +276,6 @@ class Engine:
             self.places.append(message)
         elif isinstance(message, p.Push):
             self.pushes.append(message.fetch)
-        elif isinstance(message, p.InEngine):
-            self.in_engines.append(message)
         elif isinstance(message, p.WriteBlocks):
             self.engine_writes.append(message)
         elif isinstance(message, p.BlockVersions):

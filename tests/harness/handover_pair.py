@@ -96,7 +96,7 @@ class Pair:
         self.decode = self.taker.attach(credit_slots=4)
         self.passed_on: list[tuple[int, int]] = []  # fetch, position
         self.passed: dict[tuple[int, int], bool] = {}  # verdicts of direct fetches, as sent
-        self.in_engines: list[p.InEngine] = []
+        self.in_engines: list[p.Places] = []
         self.ranks: Sequence[RankPages] = (RankPages("rank 0", b"md", ()),)  # of the decode engine
         self.pushing: list[int] = []  # fetches whose workers are to say where
         self.unsafe: set[tuple[int, int]] = set()  # passed, and may still be written
@@ -182,9 +182,8 @@ class Pair:
         match message:
             case p.Places(fetch=fetch, positions=positions):
                 self.passed_on += [(fetch, at) for at in from_u32(positions)]
-            case p.InEngine(fetch=fetch, positions=positions):
-                self.passed_on += [(fetch, at) for at in from_u32(positions)]
-                self.in_engines.append(message)
+                if message.engine is not None:
+                    self.in_engines.append(message)
             case p.Push(fetch=fetch):
                 self.pushing.append(fetch)
             case p.Passed(fetch, positions, ok, written):

@@ -144,7 +144,7 @@ class LiveEngine:
         self._page_bytes, self.geometry = page_bytes, geometry
         self._asks = 0
         self.map_extent()
-        self.active = self.scheduler.take(p.Active)
+        self.active = self.scheduler.take(p.Welcome)
 
     def __enter__(self) -> Self:
         return self

@@ -114,7 +114,7 @@ class Script:
         self.cut = False
         self.waiting_bytes = 0  # that the store has not read
         self._session = 0
-        self._wanted = False
+        self._wanted = self.welcomes = False
         self._slot = 0
         self._seen = 0
         self.client = StoreClient(cast("Attacher", self), lambda: self.now_ns)
@@ -131,11 +131,11 @@ class Script:
         self._wanted = True
 
     def take(self) -> tuple[Wire, p.Welcome] | None:
-        if not self._wanted or self.cut:
+        if not self._wanted or not self.welcomes:
             return None
-        self._wanted = False
+        self._wanted = self.welcomes = False
         self._session += 1
-        return Wire(self), p.Welcome(self._session)
+        return Wire(self), p.Welcome(self._session, defer_ms=100)
 
     def close(self) -> None:
         self._wanted = False
@@ -144,8 +144,8 @@ class Script:
 
     def attach(self, credits: int = 100) -> None:  # noqa: A002 - the protocol's word
         """Let the client in, with slots to fill."""
-        self.cut = False
-        self.inbox = [p.Active(1000, 100)]
+        self.cut, self.welcomes = False, True
+        self.inbox = []
         self.client.receive()
         self.grant_credits(credits)
 

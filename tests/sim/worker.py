@@ -269,18 +269,18 @@ class Worker:
                     self._joiner.start()
 
     def _handle(self, wire: Wire, message: framing.Message) -> None:
-        if isinstance(message, p.Extent):
+        if isinstance(message, p.Extent) and message.count:
             self._extents[message.extent] = (message.first, wire.fds.popleft())
             wire.send(p.Mapped(message.extent))
         elif isinstance(message, p.Coming):
             if message.lease in self._deadline:
                 self._deadline[message.lease].on_coming(message, self._net.now)
-        elif isinstance(message, p.Unmap):
+        elif isinstance(message, p.Extent):
             while self.busy:
                 self.copy(1)
                 self._net.now += MS // 10
                 self._net.pump()
             self._extents.pop(message.extent, None)
-            wire.send(p.Unmapped(message.extent))
+            wire.send(p.Mapped(message.extent, gone=True))
         elif isinstance(message, p.Detach):
             self._ending = True
