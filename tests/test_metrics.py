@@ -192,7 +192,7 @@ VALUES = {spec.name: spec.values for spec in TABLE}
         ("kvstore/core/manager.py", "evictions", EVICTIONS),
         ("tiers/nvme/*.py", "counts", DISK_EVENTS),
         ("tiers/nvme/*.py", "drop", DISK_EVENTS),
-        ("kvstore/store/sessions.py", "_end", VALUES["kvstore_sessions_ended"]),
+        ("kvstore/store/s*.py", "end", VALUES["kvstore_sessions_ended"]),
         *(("kvstore/**/*.py", name, values) for name, values in VALUES.items() if values),
     ],
 )
