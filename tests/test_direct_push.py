@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import GroupLayout, PageRun, RankLayout, RankPages
-from kvstore.handover import jobs, transfers
+from kvstore.handover import jobs, moves, transfers
 from kvstore.handover.consumer import ANSWER_NS, STALL_NS
 from kvstore.handover.jobs import Job
 from kvstore.handover.runs import Part
@@ -164,7 +164,7 @@ def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() 
     part = held[0][0]
     pair.producer.written(part, ok=False)
     pair.run(5)
-    assert job_of(pair).states[0] == jobs.WRITING, "the other rank's half is being written"
+    assert job_of(pair).states[0] == moves.MOVING, "the other rank's half is being written"
     assert not pair.passed
     pair.producer.written(part, ok=True)
     pair.run(5)
