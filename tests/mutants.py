@@ -247,9 +247,6 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "connectors/vllm_identity.py": (
         ("engine/length -x", "decided_by_length(model, code, length) for length in lengths", ""),
     ),
-    "tiers/nixl/exporter_child.py": (
-        ("doors -k S1_children", '"-P", "-m", "tiers.nixl.exporter', '"-m", "tiers.nixl.exporter'),
-    ),
     "tiers/nvme/startup.py": (
         ("nvme_failing -k damaged_before", "fresh.open(damage)", "fresh.open()"),
     ),
@@ -433,6 +430,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "tiers/nixl/supervisor.py": (
         ("turns -k asks_nothing", "told = bool(self._epoll.poll(0))", "told = True"),
+        ("doors -k S1_children", '"-P", "-m", "tiers.nixl.exporter', '"-m", "tiers.nixl.exporter'),
     ),
     "tiers/cpu.py": (
         ("memory_limits -k S5_an_extent", "if wanted + MARGIN_BYTES > left.bytes:"),
