@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvstore.handover import fetches
+from kvstore.handover import moves
+from kvstore.handover.consumer import STALL_NS
 from kvstore.handover.runs import Part, Places
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import hashes, keys_of, u32
-from tests.harness.handover_pair import LANDING, Pair, stored
+from tests.harness.handover_pair import LANDING, Pair, bare_fetch, stored
 
 
 @pytest.mark.parametrize("push", [False, True])
@@ -21,18 +22,60 @@ def test_landing_slots_are_free_as_soon_as_their_blocks_are_copied(push: bool) -
     late, take = list[framing.Message](), pair.down.take
 
     def all_but_the_last_word(message: framing.Message) -> None:
-        late.append(message) if isinstance(message, m.Valid | m.End) else take(message)
+        late.append(message) if isinstance(message, m.Settled) else take(message)
 
     pair.down.take = all_but_the_last_word
     number = pair.want(chain, push=push)
     pair.decode.ask(chain)
     pair.run(60)
     fetch = pair.consumer._fetches[number]
-    assert fetch.states.are(fetch.all, fetches.CHECKED), "more than there are landing slots"
+    assert fetch.states.are(fetch.all, moves.CHECKED), "more than there are landing slots"
     for message in late:
         take(message)
     pair.run(3)
     assert pair.arrived(chain) == len(chain)
+    pair.check_nothing_left()
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_a_hand_over_ends_with_one_message_each_way(push: bool) -> None:
+    pair, chain = stored(3)
+    number = pair.want(chain, push=push)
+    pair.decode.ask(chain)
+    pair.run(40)
+    assert pair.arrived(chain) == 3
+    (asked,) = [message for message in pair.up.sent if isinstance(message, m.Settle)]
+    assert asked.arrived == u32(range(3))
+    answers = [message for message in pair.down.sent if isinstance(message, m.Settled)]
+    assert answers == [m.Settled(number, u32(range(3)), end="all")]
+    pair.check_nothing_left()
+
+
+def test_B19_an_answer_that_comes_late_makes_no_slot_valid() -> None:
+    """The slots that the blocks were to fill have other blocks by then."""
+    pair, chain = stored(2)
+    late, take = list[framing.Message](), pair.down.take
+
+    def all_but_answers(message: framing.Message) -> None:
+        late.append(message) if isinstance(message, m.Settled) else take(message)
+
+    pair.down.take = all_but_answers
+    pair.want(chain)
+    pair.decode.ask(chain)
+    pair.run(40)
+    assert late
+    pair.consumer.tick(pair.taker.now_ns + STALL_NS)
+    pair.run(3)
+    assert pair.consumer.counts["late"] == 1
+    (target,) = pair.taker.store.namespaces.values()
+    others = target.manager.prepare_store(8)
+    for message in late:
+        take(message)
+    pair.run(3)
+    assert pair.arrived(chain) == 0
+    assert not any(target.manager.index)
+    target.manager.give_back(others)
+    pair.down.take = take
     pair.check_nothing_left()
 
 
@@ -60,24 +103,24 @@ def test_what_ends_one_by_one_in_a_turn_is_gone_on_with_in_one_go() -> None:
 def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
     """Two peers that always want more leave no slot to a third, were it not for its turn."""
     pair, got = Pair(), list[tuple[int, int]]()
-    consumer = pair.consumer
+    arrivals = pair.consumer.arrivals
     pair.peer = 9
 
     def read(part: Part, *_: object) -> None:
         got.append((part.peer, len(part.positions)))
 
-    consumer._transfers.read = read  # type: ignore[method-assign,assignment]
+    arrivals._transfers.read = read  # type: ignore[method-assign,assignment]
     for peer, count in ((1, 9), (2, 9), (3, 1)):
         keys = keys_of(hashes(count, str(peer)))
-        fetch = consumer._fetches[peer] = fetches.Fetch(peer, peer, keys, 0, 0, "", False, False)
-        fetch.states.put(fetch.all, fetches.CLAIMED)
+        fetch = bare_fetch(arrivals, peer, keys)
+        fetch.states.put(fetch.all, moves.CLAIMED)
         fetch.places.put(range(count), m.Region(0, 0, 1), array("I", [0] * count))
-        consumer._turns.queue(peer, peer, fetch.all)
-    consumer._move()
+        arrivals._turns.queue(fetch, fetch.all)
+    arrivals.start()
     assert got == [(1, 4), (2, 2)], "three quarters of six, and the rest"
-    consumer._turns.left(1, 1)
-    consumer._landing.give_back([5])
-    consumer._move()
+    arrivals._turns.left(1, 1)
+    arrivals.landing.give_back([5])
+    arrivals.start()
     assert got[2:] == [(3, 1)]
 
 
@@ -102,15 +145,15 @@ def test_what_is_said_of_many_blocks_is_what_is_said_of_each() -> None:
 def test_blocks_that_are_no_neighbours_are_checked_in_one_go() -> None:
     pair, asked = Pair(), list[tuple[list[int], list[int]]]()
     keys = keys_of(hashes(3))
-    fetch = fetches.Fetch(1, pair.peer, keys, 0, 0, "", False, False)
+    fetch = bare_fetch(pair.consumer.arrivals, pair.peer, keys)
     fetch.slots, fetch.sums = array("I", [4, 5, 6]), array("Q", [7, 8, 9])
 
     def check(part: Part, _digest: str, named: list[bytes], sums: array[int], *_: object) -> None:
         assert named == [keys[position] for position in part.positions]
         asked.append((list(part.positions), list(sums)))
 
-    pair.consumer._transfers.check = check  # type: ignore[method-assign,assignment]
-    pair.consumer._check(fetch, [(0, 1), (2, 3)])
+    pair.consumer.arrivals._transfers.check = check  # type: ignore[method-assign,assignment]
+    pair.consumer.arrivals.written(fetch, [(0, 1), (2, 3)])
     assert asked == [([0, 2], [7, 9])]
 
 

@@ -29,7 +29,7 @@ from tests.harness.exporter_rig import (
 )
 from tests.harness.patience import WAIT_S
 from tiers.nixl import messages as m
-from tiers.nixl.exporter_child import Child
+from tiers.nixl.supervisor import Child
 
 TRANSPORTS = {"cma": None, "tcp": "tcp,self"}
 BLOCKS = (4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB, 5000)

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
-from kvstore.handover import jobs, peers, producer, side_channel, transfers
-from kvstore.handover.fetches import Fetch
+from kvstore.handover import jobs, moves, peers, producer, side_channel, transfers
 from kvstore.handover.side_channel import Channel
 from kvstore.handover.transfers import PeerAgents, Transfers
 from kvstore.logs import LINES_MAX
@@ -21,6 +20,7 @@ from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.fuzz.site import HELD, End, Good, Net, Site
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, keys_of, u32
+from tests.harness.handover_pair import bare_fetch
 
 SECOND_NS = 1_000_000_000
 TOO_MANY = bytes(4 * (m.JOB_BLOCKS_MAX + 1))  # of positions
@@ -175,16 +175,16 @@ def test_one_more_connection_takes_the_place_of_the_one_silent_longest(
     for _ in range(3):
         says.append(place.caller(place.hello()))
         place.turns(1, ms=1000)
-    says[0](m.Release(1))
+    says[0](m.Settle(1, 0))
     place.turns(1)
     place.caller(place.hello())
     place.turns(1)
     assert len(place.prefill.peers.producer._peers) == 3
     place.heard.clear()
     for say in (says[0], says[2], says[1]):
-        say(m.Release(9))
+        say(m.Settle(9, 0))
     place.turns(1)
-    assert place.heard == [m.End(9, "unknown")] * 2
+    assert place.heard == [m.Settled(9, end="unknown")] * 2
 
 
 def test_peers_that_are_asked_are_limited_and_the_one_unused_longest_makes_room(
@@ -257,7 +257,7 @@ def test_without_descriptors_for_one_more_connection_its_peer_is_lost(
 
     monkeypatch.setattr(socket, "socket", none_left)
     number = made.connect("127.0.0.1:9")
-    made.send(number, m.Release(1))
+    made.send(number, m.Settle(1, 0))
     made.poll(1)
     assert lost == [(number, "'127.0.0.1:9': Too many open files")]
     made.close()
@@ -277,10 +277,10 @@ def test_what_is_held_for_all_peers_is_limited_and_each_gets_on(place: Place) ->
         place.turns(3)
     held = [peer.held_bytes // SLOT_BYTES for peer in own._peers.values()]
     assert held == [12, 12, 8, 1, 1, 1]
-    assert own.held_bytes == sum(held) * SLOT_BYTES <= 2 * HELD + 3 * SLOT_BYTES
+    assert own.held.bytes == sum(held) * SLOT_BYTES <= 2 * HELD + 3 * SLOT_BYTES
     place.turns(2, ms=40_000)
     place.turns(2)
-    assert own.held_bytes == 0
+    assert own.held.bytes == 0
 
 
 def test_blocks_that_a_peer_waits_for_are_limited(
@@ -296,7 +296,7 @@ def test_blocks_that_a_peer_waits_for_are_limited(
     own.on_message(number, wanted(hashes(6), 1, request="r"), place.prefill.now_ns)
     with pytest.raises(ProtocolError, match="more than 10 blocks"):
         own.on_message(number, wanted(hashes(5, "y"), 2, request="r"), place.prefill.now_ns)
-    own.on_message(number, m.Release(1), place.prefill.now_ns)
+    own.on_message(number, m.Settle(1, 0), place.prefill.now_ns)
     own.on_message(number, wanted(hashes(5, "y"), 2, request="r"), place.prefill.now_ns)
 
 
@@ -309,7 +309,9 @@ def test_S2_blocks_that_all_peers_wait_for_are_limited(
     for number in range(3):
         place.caller(place.hello())(wanted(hashes(6, str(number)), request="r"))
     place.turns(1)
-    assert [message for message in place.heard if isinstance(message, m.End)] == [m.End(1, "busy")]
+    assert [message for message in place.heard if isinstance(message, m.Settled)] == [
+        m.Settled(1, end="busy")
+    ]
 
 
 def test_S2_an_unknown_request_is_looked_for_when_it_comes_and_not_in_each_turn(
@@ -317,13 +319,13 @@ def test_S2_an_unknown_request_is_looked_for_when_it_comes_and_not_in_each_turn(
 ) -> None:
     own, namespace = place.prefill.peers.producer, place.prefill.namespace(place.good.giver)
     looked: list[int] = []
-    tiers = own._tiers
+    tiers = jobs.Job.tiers
 
     def look(job: jobs.Job) -> list[str | None]:
         looked.append(job.number)
         return tiers(job)
 
-    monkeypatch.setattr(own, "_tiers", look)
+    monkeypatch.setattr(jobs.Job, "tiers", look)
     for number in (1, 2):
         place.caller(place.hello())(wanted(hashes(6), number, request=f"r{number}"))
     place.turns(15)
@@ -377,8 +379,8 @@ def test_regions_that_peers_name_are_limited(place: Place, monkeypatch: pytest.M
         wanted(hashes(1), scope=bytes(257)),
         m.Land(1, TOO_MANY, b""),
         m.Land(1, b"", bytes((8 << 20) + 4)),
-        m.Confirm(1, TOO_MANY),
-        m.Confirm(1, b"", TOO_MANY),
+        m.Settle(1, 1000, TOO_MANY),
+        m.Settle(1, 1000, b"", TOO_MANY),
     ],
 )
 def test_what_would_be_kept_and_is_large_is_no_message(message: framing.Message) -> None:
@@ -401,8 +403,8 @@ def test_S2_hashes_have_a_width(width: int) -> None:
         m.Have(1, b"", bytes((8 << 20) + 4)),
         m.Have(1, b"", b"", TOO_MANY + TOO_MANY),
         m.Have(1, b"", b"", given=TOO_MANY),
-        m.Valid(1, TOO_MANY),
-        m.Valid(1, b"", TOO_MANY),
+        m.Settled(1, TOO_MANY),
+        m.Settled(1, b"", TOO_MANY),
     ],
 )
 def test_an_answer_speaks_of_as_many_blocks_as_a_job_can_have(message: framing.Message) -> None:
@@ -418,9 +420,11 @@ def stalled(place: Place, blocks: int) -> None:
     """Have a read be given up while it is under way."""
     peers, namespace = place.decode.peers, place.decode.namespace(place.good.taker)
     consumer = peers._used[namespace.layout.digest] = peers.inlet(namespace)  # as by a fetch
-    fetch = Fetch(-1, 0, keys_of(hashes(blocks)), 0, 0, "", push=True, direct=False)
-    fetch.landing = consumer._landing.take(blocks)
-    consumer._put_late(fetch, range(len(fetch.landing)))
+    arrivals = consumer.arrivals
+    fetch = bare_fetch(arrivals, -1, keys_of(hashes(blocks)), push=True)
+    fetch.landing = arrivals.landing.take(blocks)
+    arrivals._leave_landing(fetch, (0, len(fetch.landing)), moves.MOVING)
+    consumer._late[fetch.number] = fetch
 
 
 def test_B20_much_in_quarantine_restarts_the_exporter_after_which_nothing_is(
@@ -432,7 +436,7 @@ def test_B20_much_in_quarantine_restarts_the_exporter_after_which_nothing_is(
     assert place.decode.mover.restarts == 0, "what ends soon is given the time"
     place.turns(3, ms=500)
     assert place.decode.mover.restarts == 1
-    assert not any(i.quarantined for i in place.decode.peers._inlets.values())
+    assert not any(i.arrivals.quarantined for i in place.decode.peers._inlets.values())
     place.turns(10, ms=500)
     assert place.decode.mover.restarts == 1
     place.good.hand_over(hashes(3, "after it"), push=True)

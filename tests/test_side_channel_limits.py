@@ -132,7 +132,7 @@ def test_S2_what_peers_leave_unfinished_is_bounded_in_sum(
 
         until(hung_up, server, friend)
         assert server.channel._unfinished <= 2 << 20
-    friend.channel.send(number, m.Release(1))
+    friend.channel.send(number, m.Settle(1, 0))
     until(lambda: server.got, server, friend)
     assert not server.channel.counts["malformed"], "none of them got to the end of its message"
     until(lambda: server.channel.came == 1, server, friend)
@@ -145,15 +145,15 @@ def test_S2_what_peers_do_not_read_is_bounded_in_sum(
     monkeypatch.setattr(side_channel, "UNREAD_BYTES_MAX", 1 << 20)
     server, friend = made(listens=True), made()
     number = friend.channel.connect(server.channel.address)
-    friend.channel.send(number, m.Release(1))
+    friend.channel.send(number, m.Settle(1, 0))
     until(lambda: server.got, server, friend)
     with connected(server) as deaf:
-        deaf.sendall(framing.encode(m.Release(2)))
+        deaf.sendall(framing.encode(m.Settle(2, 0)))
         until(lambda: len(server.got) == 2, server, friend)
         large = m.Welcome("agent", bytes(1 << 19))
         while not server.channel.counts["too_many"]:
             server.channel.send(server.got[1][0], large)
-            server.channel.send(server.got[0][0], m.Computing(1))
+            server.channel.send(server.got[0][0], m.Settled(1, computing=True))
             server.channel.poll(time.monotonic_ns())
             friend.channel.poll(time.monotonic_ns())
     assert [number for number, _ in server.lost] == [server.got[1][0]]
@@ -173,7 +173,7 @@ def test_S2_connections_that_prove_nothing_are_few_and_keep_nobody_out(
         until(lambda: server.channel.counts["unauthorised"] >= 7, server)
         assert len(server.channel) <= 3
         number = friend.channel.connect(server.channel.address)
-        friend.channel.send(number, m.Release(1))
+        friend.channel.send(number, m.Settle(1, 0))
         until(lambda: server.got, server, friend)
         server.channel._young = dict.fromkeys(server.channel._young, 0)
         until(lambda: len(server.channel) == 1, server, friend)
@@ -221,7 +221,7 @@ def test_S2_a_connection_that_is_reset_as_it_is_greeted_leaves_nothing(
             until(lambda: client.lost, client)
     assert not client.channel._by_fd
     number = client.channel.connect(server.channel.address)
-    client.channel.send(number, m.Release(1))
+    client.channel.send(number, m.Settle(1, 0))
     until(lambda: server.got, server, client)
 
 
@@ -229,14 +229,14 @@ def test_B9_what_a_peer_said_before_it_closed_is_heard(made: Callable[..., Post]
     """Though we have something for it, and sending that fails."""
     server = made(listens=True)
     with connected(server) as peer:
-        peer.sendall(framing.encode(m.Release(1)))
+        peer.sendall(framing.encode(m.Settle(1, 0)))
         until(lambda: server.got, server)
         server.channel.send(server.got[0][0], m.Welcome("agent", bytes(1 << 20)))
         server.channel.send(server.got[0][0], m.Welcome("agent", bytes(1 << 20)))
-        peer.sendall(framing.encode(m.Release(2)))
+        peer.sendall(framing.encode(m.Settle(2, 0)))
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
     until(lambda: server.lost, server)
-    assert [message for _, message in server.got] == [m.Release(1), m.Release(2)]
+    assert [message for _, message in server.got] == [m.Settle(1, 0), m.Settle(2, 0)]
 
 
 def test_S2_much_of_one_peer_is_read_a_little_at_a_time(
@@ -247,7 +247,7 @@ def test_S2_much_of_one_peer_is_read_a_little_at_a_time(
     for post in (chatty, friend):
         number = post.channel.connect(server.channel.address)
         for job in range(1, 3 if post is friend else 50_000):
-            post.channel.send(number, m.Release(job))
+            post.channel.send(number, m.Settle(job, 0))
     until(lambda: len(server.got) > 2, server, friend, chatty)
     first = dict.fromkeys(number for number, _ in server.got)
     until(lambda: len({number for number, _ in server.got}) == 2, server, friend, chatty)
@@ -331,7 +331,7 @@ def test_S2_a_listener_without_descriptors_goes_on_when_there_are_some(
 ) -> None:
     server, client = made(listens=True), made()
     number = client.channel.connect(server.channel.address)
-    client.channel.send(number, m.Release(1))
+    client.channel.send(number, m.Settle(1, 0))
 
     def none_left(_listener: socket.socket) -> NoReturn:
         raise OSError(errno.EMFILE, "Too many open files")

@@ -28,7 +28,7 @@ from tests.harness.fakes import HeapPool, Town, blocks, geometry, hashes
 from tests.harness.live import Client, LiveStore, engine, eventually, store_settings
 from tests.harness.patience import WAIT_S
 from tests.harness.peers import exporter_of, inside
-from tiers.nixl.exporter_child import Child
+from tiers.nixl.supervisor import Child
 from tiers.nvme.block_io import ThreadMover
 from tiers.nvme.disk import IDLE_S, NvmeDisk
 from tiers.nvme.index import Durable

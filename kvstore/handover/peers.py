@@ -24,9 +24,10 @@ import msgspec
 from kvstore.barrier import Barrier
 from kvstore.core.errors import ProtocolError
 from kvstore.handover.cluster_key import ClusterKey
-from kvstore.handover.consumer import STALL_NS, WAITS, Consumer, Fetched, Waits
+from kvstore.handover.consumer import STALL_NS, WAITS, Consumer, Waits
 from kvstore.handover.direct_fetches import Send, no_workers
 from kvstore.handover.engine_writes import EngineWrites
+from kvstore.handover.fetches import Fetched
 from kvstore.handover.heartbeats import Held, Requests
 from kvstore.handover.jobs import OwnExporter, Source
 from kvstore.handover.producer import OfJob, Producer
@@ -280,7 +281,9 @@ class Peers:
         if link.agent is not None:
             self.channel.send(number, message)
             return
-        if isinstance(message, m.Release):  # what it asked for was never sent
+        if (
+            isinstance(message, m.Settle) and not message.lease_ms
+        ):  # what it asked for was never sent
             link.waiting = [one for one in link.waiting if _job_of(one) != message.job]
             return
         link.waiting.append(message)
@@ -380,11 +383,11 @@ class Peers:
             counts.update(more)
         quarantined = landing = fetches = 0
         for inlet in self._inlets.values():
-            quarantined += inlet.quarantined_bytes
-            landing += inlet.landing_bytes
+            quarantined += inlet.arrivals.quarantined_bytes
+            landing += inlet.arrivals.landing_bytes
             fetches += inlet.open
         found: dict[tuple[str, ...], float] = {
-            ("kvstore_hand_over_bytes", "held"): self.producer.held_bytes
+            ("kvstore_hand_over_bytes", "held"): self.producer.held.bytes
             + self.producer.request_leases.held_bytes,
             ("kvstore_hand_over_bytes", "quarantined"): quarantined,
             ("kvstore_hand_over_bytes", "landing"): landing,
@@ -508,11 +511,11 @@ class Peers:
             if self._now_ns - self._links[number].used_ns >= IDLE_NS:
                 self.channel.drop(number)
         inlets = self._used.values()
-        crowded = any(inlet.crowded for inlet in inlets)
-        late = self._mover.abandoned_bytes or any(i.quarantined for i in inlets)
+        crowded = any(inlet.arrivals.crowded for inlet in inlets)
+        late = self._mover.abandoned_bytes or any(i.arrivals.quarantined for i in inlets)
         used = any(not job.released for job in self.producer.jobs) or any(i.open for i in inlets)
         if self._quarantine.lasts(self._now_ns, crowded=crowded, quiet=bool(late) and not used):
-            landing = sum(inlet.quarantined_bytes for inlet in inlets)
+            landing = sum(inlet.arrivals.quarantined_bytes for inlet in inlets)
             own = self._mover.abandoned_bytes
             self._mover.restart(f"in quarantine: {landing} bytes to land in, {own} bytes moving")
 

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from kvstore.core.errors import InvariantBroken, ProtocolError, TierFull
 from kvstore.core.layout import RankPages
 from kvstore.core.types import BlockKey, Slot
 from kvstore.handover.checksums import block_sum, copied_sum
-from kvstore.handover.runs import Part, Run, numbers
+from kvstore.handover.runs import Part, numbers
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, u32
 from tiers.cpu import GENERATION_BYTES, CpuExtent
@@ -228,65 +228,6 @@ class Landing:
         memory, self.memory = self.memory, None
         self.base, self.retry_ns, self._free = 0, 0, array(U32)
         return memory
-
-
-class LandingTurns:
-    """Blocks that wait for a landing slot only; peers take turns.
-
-    One peer has three quarters of the slots at most, so that others land beside one that hangs.
-    """
-
-    def __init__(self, landing: Landing) -> None:
-        """landing: where slots come from."""
-        self._landing = landing
-        self._waiting: dict[int, deque[tuple[int, Run]]] = {}  # by peer: of which fetch
-        self._used: Counter[int] = Counter()  # slots, by peer
-
-    def queue(self, peer: int, number: int, run: Run) -> None:
-        """Add blocks that wait for a slot."""
-        self._waiting.setdefault(peer, deque()).append((number, run))
-
-    def next(
-        self, still_wait: Callable[[int, Run], Iterable[Run]]
-    ) -> Iterator[tuple[int, list[Run], array[int]]]:
-        """Assign free slots; yields a fetch, runs of its blocks, and their slots.
-
-        still_wait(fetch, run): what is left of a run; others were given up meanwhile.
-        """
-        share = max(1, self._landing.count * 3 // 4)
-        for peer, waiting in list(self._waiting.items()):
-            room = share - self._used[peer]
-            free = self._landing.take(room) if room > 0 else array(U32)
-            chosen: dict[int, list[Run]] = {}
-            slots: dict[int, array[int]] = {}
-            while waiting and free:
-                number, run = waiting.popleft()
-                for first, end in still_wait(number, run):
-                    stop = min(end, first + len(free))
-                    if first < stop:
-                        chosen.setdefault(number, []).append((first, stop))
-                        slots.setdefault(number, array(U32)).extend(free[: stop - first])
-                        del free[: stop - first]
-                    if stop < end:
-                        waiting.appendleft((number, (stop, run[1])))
-                        break
-            self._landing.give_back(free)
-            if chosen or not waiting:
-                del self._waiting[peer]
-            if chosen and waiting:
-                self._waiting[peer] = waiting  # behind those that got none
-            for number, runs in chosen.items():
-                self._used[peer] += len(slots[number])
-                yield number, runs, slots[number]
-
-    def left(self, peer: int, count: int) -> None:
-        """A peer uses some slots less."""
-        self._used[peer] -= count
-
-    def forget(self, peer: int) -> None:
-        """Drop a peer's waiting blocks."""
-        self._waiting.pop(peer, None)
-        self._used = +self._used
 
 
 class Regions:

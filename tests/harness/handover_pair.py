@@ -10,10 +10,12 @@ from typing import Any, cast
 
 from kvstore.core.layout import RankPages
 from kvstore.core.tier import Tier, TierContext
-from kvstore.core.types import GroupRule, Slot
+from kvstore.core.types import BlockKey, GroupRule, Slot
 from kvstore.handover import consumer as c
 from kvstore.handover import producer as o
 from kvstore.handover import transfers as t
+from kvstore.handover.arrivals import Arrivals
+from kvstore.handover.fetches import Fetch, Fetched
 from kvstore.handover.jobs import OwnExporter
 from kvstore.handover.runs import Part
 from kvstore.handover.transfers import EngineWrite, SlotFill
@@ -261,7 +263,7 @@ class Pair:
         assert set(self.target.manager.slots.granted) == set(self.decode.credits)
         assert not self.consumer._fetches
         assert not self.consumer._located
-        assert self.consumer.quarantined == 0
+        assert self.consumer.arrivals.quarantined == 0
         self.landing.check_all_free()
 
 
@@ -272,11 +274,27 @@ def stored(blocks: int, **how: int) -> tuple[Pair, list[bytes]]:
     return pair, chain
 
 
+def bare_fetch(arrivals: Arrivals, peer: int, keys: list[BlockKey], *, push: bool = False) -> Fetch:
+    """A fetch that no consumer knows; its number is the peer's."""
+    return Fetch(
+        connection=peer,
+        number=peer,
+        keys=keys,
+        push=push,
+        say=lambda _: None,
+        fetched=Fetched(),
+        located={},
+        into=arrivals,
+        heard_ns=0,
+        extend_ns=0,
+    )
+
+
 class _Connections:
     """The consumer's connection."""
 
     def __init__(self, pair: Pair) -> None:
-        self.fetched = c.Fetched()
+        self.fetched = Fetched()
         self._pair = pair
 
     def say(self, peer: int, message: framing.Message) -> None:
