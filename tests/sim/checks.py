@@ -197,7 +197,7 @@ class Checks:
         self, namespace: Namespace, ready: Iterable[Entry], *, again: bool = False
     ) -> None:
         """What is ready under a key is what the model computes for it."""
-        generations = namespace.generations._values
+        generations = namespace.generations
         checked = self._checked[namespace.layout.digest]
         for entry in ready:
             slot = entry.slot
