@@ -271,10 +271,10 @@ def test_a_block_pinned_for_a_lower_tier_stays_until_unpinned() -> None:
     entry = rig.manager.pin(blocks.key(0, 0))
     assert entry is not None
     assert rig.grant() == []
-    rig.manager.unpin(entry)
+    rig.manager.unpin([entry])
     assert rig.grant() == [0]
     with pytest.raises(InvariantBroken):
-        rig.manager.unpin(entry)
+        rig.manager.unpin([entry])
 
 
 # Leases

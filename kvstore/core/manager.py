@@ -148,7 +148,8 @@ class Manager:
         if entry.slot != slot:  # the copy that it was made for will be a duplicate
             granted[entry.slot] = (key, parent)
             entry.slot = slot
-        self._became_ready(entry)
+        entry.state = _READY
+        self._became_ready((entry,))
         return outcome
 
     def _above(self, entry: Entry | None, parent: BlockKey | None) -> Entry | None:
@@ -196,6 +197,7 @@ class Manager:
     def complete_promotions(self, slots: Sequence[Slot], done: int) -> list[StoreOutcome]:
         """End promotions, the first `done` of which have arrived; a slot's generation tells how."""
         outcomes: list[StoreOutcome] = []
+        ready: list[Entry] = []
         for at, slot in enumerate(slots):
             entry = self.slots.granted.pop(slot)
             late = self._outdated.pop(slot, None)
@@ -204,7 +206,8 @@ class Manager:
             above = entry.parent
             if at < done and late is None and (above is None or above.state is _READY):
                 self.slots.age(slot, 1)
-                self._became_ready(entry)
+                entry.state = _READY
+                ready.append(entry)
                 outcomes.append(_STORED)
                 continue
             self.slots.age(slot, 2)
@@ -215,15 +218,22 @@ class Manager:
             self.slots.vacate(slot, pinned=entry.pins > 0)
             self._policy.freed(entry.parent)
             outcomes.append(StoreOutcome.ORPHAN if at < done else StoreOutcome.FAILED)
+        self._became_ready(ready)
         return outcomes
 
-    def _became_ready(self, entry: Entry) -> None:
-        entry.state = _READY
-        if not entry.pins:  # else it is touched with its last pin
-            self._policy.touch(entry)
-        self._changes.added.append(entry.key)
-        if entry.slot in self.slots.retiring:
-            self.drop(entry.key, "resize")
+    def _became_ready(self, entries: Sequence[Entry]) -> None:
+        """Blocks can be read now, those of a path in its order."""
+        below: Entry | None = None
+        for entry in reversed(entries):
+            # The next one stands for it, or will with its own last pin.
+            if not entry.pins and (below is None or below.parent is not entry):
+                self._policy.touch(entry)
+            below = entry
+        self._changes.added += [entry.key for entry in entries]
+        if retiring := self.slots.retiring:
+            for entry in entries:
+                if entry.slot in retiring:
+                    self.drop(entry.key, "resize")
 
     # Looking up and loading
 
@@ -341,20 +351,25 @@ class Manager:
             self._pinned(entry)
         return entry
 
-    def unpin(self, entry: Entry) -> None:
-        """End a pin."""
-        entry.pins -= 1
-        check(entry.pins >= 0, "pins of an entry below zero")
-        if entry.pins == 0:
-            self._unpinned(entry)
+    def unpin(self, entries: Iterable[Entry]) -> None:
+        """End one pin of each."""
+        for entry in entries:
+            entry.pins -= 1
+            check(entry.pins >= 0, "pins of an entry below zero")
+            if not entry.pins and (not entry.children or entry.state is _DROPPED):
+                self._unpinned(entry)
 
     def pin_run(self, keys: Iterable[BlockKey]) -> list[Entry]:
         """Pin the blocks of these keys up to the first that is not ready, until unpin."""
         pinned: list[Entry] = []
+        find = self.index.get
         for key in keys:
-            entry = self.pin(key)
-            if entry is None:
+            entry = find(key)
+            if entry is None or entry.state is not _READY:
                 break
+            entry.pins += 1
+            if entry.next is not None:
+                self._pinned(entry)
             pinned.append(entry)
         return pinned
 

@@ -15,7 +15,7 @@ Every job ends in exactly one result, which unpins or releases all its slots.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -179,10 +179,11 @@ class Tiering:
                 self._gather(tier, key, pinned, room - len(pinned), walk=walk)
             if pinned:
                 self._budgets[tier.name].spend(len(pinned) * self._slot_bytes)
-                moves = [(entry.key, entry.slot) for entry in pinned.values()]
-                parents = [e.parent.key if e.parent else None for e in pinned.values()]
-                job = self._job(JobKind.STORE, moves, parents)
-                self._submit(_Open(tier, job, list(pinned.values())))
+                entries = list(pinned.values())
+                slots = [entry.slot for entry in entries]
+                parents = [entry.parent.key if entry.parent else None for entry in entries]
+                job = self._job(JobKind.STORE, [*pinned], slots, parents)
+                self._submit(_Open(tier, job, entries))
 
     def _gather(
         self, tier: Tier, key: BlockKey, pinned: dict[BlockKey, Entry], room: int, *, walk: bool
@@ -249,10 +250,13 @@ class Tiering:
         """Tell whether any block is on its way up."""
         return bool(self._coming)
 
-    def source(self, key: BlockKey) -> str | None:
-        """Name the tier that a block is coming from; None if it is not."""
-        work = self._coming.get(key)
-        return None if work is None else work.tier.name
+    def sources_of(self, keys: Iterable[BlockKey]) -> Counter[str]:
+        """Count those of these blocks that are coming, by the tier they come from."""
+        found = Counter[str]()
+        for work, blocks in Counter(map(self._coming.get, keys)).items():
+            if work is not None:
+                found[work.tier.name] += blocks
+        return found
 
     def coming_with(self, key: BlockKey) -> Sequence[BlockKey]:
         """Name the blocks that come together with one that is on its way up."""
@@ -301,9 +305,9 @@ class Tiering:
                 unused = set(range(first, piece.stop)).difference(places)
                 self._manager.give_back([slots[place] for place in sorted(unused)])
             if began:
-                moves = [(keys[place], slots[place]) for place in places]
-                above = [parents[place] for place in places]
-                self._start_load(_Open(tier, self._job(JobKind.LOAD, moves, above)))
+                moved, above = [keys[at] for at in places], [parents[at] for at in places]
+                job = self._job(JobKind.LOAD, moved, [slots[at] for at in places], above)
+                self._start_load(_Open(tier, job))
 
     def stage(
         self, tier: Tier, keys: Sequence[BlockKey], slots: Sequence[Slot], tags: Sequence[Any]
@@ -314,8 +318,7 @@ class Tiering:
         """
         for first in range(0, len(keys), self._load_blocks):
             part = slice(first, first + self._load_blocks)
-            moves = list(zip(keys[part], slots[part], strict=True))
-            job = self._job(JobKind.LOAD, moves, [None] * len(moves))
+            job = self._job(JobKind.LOAD, keys[part], slots[part], [None] * len(keys[part]))
             self._submit(_Open(tier, job, tags=tags[part]))
 
     def take_staged(self) -> list[tuple[Any, bool]]:
@@ -325,7 +328,7 @@ class Tiering:
 
     def _start_load(self, work: _Open) -> None:
         self._coming.update(dict.fromkeys(work.job.keys, work))
-        for parent in work.job.parents:
+        for parent in set(work.job.parents).difference(work.job.keys):
             bringer = None if parent is None else self._coming.get(parent)
             if bringer is not None and bringer is not work and bringer.job.job_id not in work.above:
                 work.above.add(bringer.job.job_id)
@@ -335,12 +338,12 @@ class Tiering:
     def _job(
         self,
         kind: JobKind,
-        moves: Sequence[tuple[BlockKey, Slot]],
-        parents: Sequence[BlockKey | None] = (),
+        keys: Sequence[BlockKey],
+        slots: Sequence[Slot],
+        parents: Sequence[BlockKey | None],
     ) -> TransferJob:
         self._next_job += 1
-        keys, slots = tuple(key for key, _ in moves), tuple(slot for _, slot in moves)
-        return TransferJob(JobId(self._next_job), kind, keys, slots, tuple(parents))
+        return TransferJob(JobId(self._next_job), kind, tuple(keys), tuple(slots), tuple(parents))
 
     def _submit(self, work: _Open) -> None:
         if work.job.kind is JobKind.STORE:
@@ -379,8 +382,7 @@ class Tiering:
         self.counts[name, direction] += result.done
         if result.done < len(job.keys):
             self.counts[name, direction + "_failed"] += len(job.keys) - result.done
-        for entry in work.pinned:
-            self._manager.unpin(entry)
+        self._manager.unpin(work.pinned)
         if job.kind is JobKind.LOAD and isinstance(result.error, BlockCorrupt):
             self.counts[name, "corrupt"] += 1
             work.tier.discard(job.keys[result.done : result.done + 1])

@@ -45,9 +45,11 @@ class LandingTurns:
 
     def next(self) -> Iterator[tuple[Fetch, list[Run], array[int]]]:
         """Assign free slots to what still waits: of a fetch, runs of its blocks, their slots."""
-        share = max(1, self._landing.count * 3 // 4)
+        share, batch = max(1, self._landing.count * 3 // 4), max(1, self._landing.count // 4)
         for peer, waiting in list(self._waiting.items()):
             room = share - self._used[peer]
+            if self._used[peer] and room < min(batch, sum(end - at for _, (at, end) in waiting)):
+                continue  # more will be free: few large transfers cost less than many small ones
             free = self._landing.take(room) if room > 0 else array(U32)
             fetches: dict[int, Fetch] = {}
             chosen: dict[int, list[Run]] = {}
@@ -148,7 +150,7 @@ class Arrivals:
         """Read blocks of one fetch, in one go for each extent of the peer's."""
         agent, _ = self._peers.reached_at(fetch.connection)
         for of, read in fetch.slot_reads(positions):
-            self._transfers.read(fetch.part(of), agent, self._digest, read)
+            self._transfers.read(fetch.part(of), agent, self._digest, read, len(fetch.states))
 
     def _land(self, fetch: Fetch, positions: Sequence[int]) -> None:
         """Tell the peer where to write blocks of one fetch."""

@@ -369,14 +369,12 @@ class Consumer:
             while end < len(keys) and keys[end] not in self._located:
                 end += 1
             return result, end - first
-        place = self._located[keys[first]]
-        number, position = divmod(place, m.JOB_BLOCKS_MAX)
-        states, waits = self._fetches[number].states, result is LookupResult.RETRY
-        while end < len(keys) and self._located.get(keys[end]) == place + end - first:
-            if (states[position + end - first] == WANTED) is not waits:
-                break
-            end += 1
-        return result, end - first
+        number, position = divmod(self._located[keys[first]], m.JOB_BLOCKS_MAX)
+        fetch, asked = self._fetches[number], keys[first:]
+        there = fetch.keys[position : position + len(asked)]
+        if there != asked[: len(there)]:
+            return result, 1
+        return result, fetch.states.alike((position, position + len(there)))
 
     def submit(self, job: TransferJob) -> None:
         """Fetch offered blocks into slots."""

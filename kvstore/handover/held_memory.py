@@ -61,8 +61,7 @@ class HeldMemory:
             return
         self._count(job.peer, first - end)
         entries = job.entries[first:end]
-        for entry in filter(None, entries):
-            manager.unpin(entry)
+        manager.unpin(filter(None, entries))
         own = zip(job.slots[first:end], entries, strict=True)
         manager.give_back([Slot(slot) for slot, entry in own if entry is None])
         job.entries[first:end] = [None] * (end - first)

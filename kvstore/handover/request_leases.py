@@ -156,8 +156,7 @@ class RequestLeases:
     def _end(self, lease: RequestLease, how: End) -> None:
         del self._leases[lease.manager, lease.request]
         self.held_bytes -= len(lease.pinned) * lease.slot_bytes
-        for entry in lease.pinned:
-            lease.manager.unpin(entry)
+        lease.manager.unpin(lease.pinned)
         if lease.common:
             same = self._common[lease.manager, lease.common]
             same.remove(lease.request)

@@ -148,6 +148,11 @@ class States:
         first, end = run
         return self._states.count(state, first, end) == end - first
 
+    def alike(self, run: Run) -> int:
+        """Count the leading blocks of a run that are in one state."""
+        found = _SAME.match(self._states, *run)
+        return 0 if found is None else len(found[0])
+
     def have(self, states: bytes) -> bool:
         """Tell whether any block is in one of these states."""
         return any(state in self._states for state in states)

@@ -40,7 +40,7 @@ REGIONS_MAX = 1 << 16  # of all peers
 LANDINGS_MAX = 8  # namespaces that have landing slots at one time
 RETRY_NS = 1_000_000_000  # between two attempts to allocate landing slots
 THREADS = 2
-BATCH_BYTES_MIN, BATCH_BYTES_MAX = 4 << 20, 8 << 20
+BATCH_BYTES_MIN, BATCH_BYTES_MAX = 4 << 20, 16 << 20
 BATCHES = 4  # of a prompt: the first is checked while the next is read
 AGENTS_MAX = 1024  # known to the exporter
 NAMED_MAX = 256  # agents of one connection: an exporter, and workers that are written to
@@ -157,10 +157,9 @@ Event = (
 )
 
 
-def batches(count: int, block_bytes: int) -> Iterator[slice]:
-    """Cut blocks into batches: few of them for many blocks, since each costs a turn or two."""
-    whole = count * block_bytes
-    size = whole // BATCHES if whole > BATCH_BYTES_MAX else BATCH_BYTES_MAX
+def batches(count: int, block_bytes: int, of: int) -> Iterator[slice]:
+    """Cut some of a prompt's `of` blocks into batches: few, since each costs a turn or two."""
+    size = of * block_bytes // BATCHES
     step = max(1, min(BATCH_BYTES_MAX, max(BATCH_BYTES_MIN, size)) // block_bytes)
     return (slice(at, at + step) for at in range(0, count, step))
 
@@ -422,12 +421,15 @@ class Transfers:
 
     # Transfers
 
-    def read(self, part: Part, agent: str, digest: str, read: SlotRead) -> None:
-        """Read a peer's slots into a namespace's landing slots, in batches; ends as Arrived."""
+    def read(self, part: Part, agent: str, digest: str, read: SlotRead, of: int) -> None:
+        """Read a peer's slots into a namespace's landing slots, in batches; ends as Arrived.
+
+        of: blocks of the whole fetch.
+        """
         landing = self._landings[digest]
         size = landing.slot_bytes
         address, region_bytes = read.region.base, read.region.slots * size
-        for piece in batches(len(part.positions), size):
+        for piece in batches(len(part.positions), size, of):
             local, remote = read.landing[piece].tobytes(), read.numbers[piece].tobytes()
             move = nixl.Transfer(
                 0, agent, False, landing.extent, address, region_bytes, size, local, remote
@@ -473,7 +475,7 @@ class Transfers:
         self, part: Part, namespace: str, keys: Sequence[BlockKey], slots: Slots, slot_bytes: int
     ) -> None:
         """Take checksums, in batches; ends as Summed."""
-        for piece in batches(len(keys), slot_bytes):
+        for piece in batches(len(keys), slot_bytes, len(keys)):
             cut, named_keys = part.cut(piece), keys[piece]
             work = partial(_sums, cut, namespace, named_keys, slots.cut(piece))
             self._runner.submit(_Work(work, Summed(cut, numbers(len(named_keys), "Q"))))
@@ -488,18 +490,8 @@ class Transfers:
         slots: Slots,
     ) -> None:
         """Copy landed blocks into their slots and take their checksums there; ends as Checked."""
-        for piece in batches(len(keys), self._landings[namespace].slot_bytes):
-            cut, named_keys = part.cut(piece), keys[piece]
-            work = partial(
-                _checks,
-                cut,
-                namespace,
-                named_keys,
-                sums[piece],
-                landed.cut(piece),
-                slots.cut(piece),
-            )
-            self._runner.submit(_Work(work, Checked(namespace, cut, [False] * len(named_keys))))
+        work = partial(_checks, part, namespace, keys, sums, landed, slots)
+        self._runner.submit(_Work(work, Checked(namespace, part, [False] * len(keys))))
 
     # The exporter
 

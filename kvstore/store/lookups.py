@@ -258,9 +258,7 @@ class Lookups:
         tiering, group = ask.namespace.tiering, _first_full(ask.namespace)
         if not tiering.coming:
             return {}
-        keys = (ask.chain.key(group, index) for index in lease.groups[group].indices)
-        found = Counter(tiering.source(key) for key in keys)
-        return {tier: blocks for tier, blocks in found.items() if tier is not None}
+        return dict(tiering.sources_of(ask.chain.keys_at(group, lease.groups[group].indices)))
 
     def retry(self, session: Session, now_ns: int) -> list[p.Granted]:
         """Answer the lookups whose time has come."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -21,30 +21,28 @@ if TYPE_CHECKING:
     from kvstore.store.session import Session
 
 
-class SharedGenerations:
+class SharedGenerations(array):  # type: ignore[type-arg]  # from Python 3.12 on: array[int]
     """Slot generations of a namespace, written through to the extents that readers map."""
 
-    def __init__(self) -> None:
+    def __new__(cls) -> Self:
         """Start without slots."""
-        self._values = array("L")
-        self._memories: list[CpuExtent] = []
+        return super().__new__(cls, "L")
+
+    def __init__(self) -> None:
+        self._shared: list[memoryview] = []  # by extent
         self._per_extent = 1
 
-    def __getitem__(self, slot: int) -> int:
-        """Return a slot's generation."""
-        return self._values[slot]
-
-    def __setitem__(self, slot: int, value: int) -> None:
+    def __setitem__(self, slot: int, value: int) -> None:  # type: ignore[override]
         """Set a slot's generation, for readers too."""
-        self._values[slot] = value
+        super().__setitem__(slot, value)
         number, position = divmod(slot, self._per_extent)
-        self._memories[number].set_generation(position, value)
+        self._shared[number][position] = value
 
     def add(self, memory: CpuExtent) -> None:
         """Add an extent's slots, at generation 0."""
         self._per_extent = memory.count
-        self._memories.append(memory)
-        self._values.extend([0] * memory.count)
+        self._shared.append(memory.generations)
+        self.extend([0] * memory.count)
 
 
 class Mapping(msgspec.Struct, eq=False):

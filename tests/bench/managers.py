@@ -120,7 +120,7 @@ class Ours:
         """End the copies."""
         for pinned, entries in self._pinned:
             for entry in entries:
-                self.manager.unpin(entry)
+                self.manager.unpin([entry])
                 yield "unpin"
             self._order[pinned.request.number] = pinned
         self._pinned.clear()

@@ -111,9 +111,9 @@ class Checks:
         manager = namespace.manager
         became_ready = manager._became_ready
 
-        def checked(entry: Entry) -> None:
-            self.check_bytes(namespace, [entry])
-            became_ready(entry)
+        def checked(entries: Sequence[Entry]) -> None:
+            self.check_bytes(namespace, entries)
+            became_ready(entries)
 
         manager._became_ready = checked  # type: ignore[method-assign]
 
@@ -199,7 +199,7 @@ class Checks:
         self, namespace: Namespace, ready: Iterable[Entry], *, again: bool = False
     ) -> None:
         """What is ready under a key is what the model computes for it."""
-        generations = namespace.generations._values
+        generations = namespace.generations
         checked = self._checked[namespace.layout.digest]
         for entry in ready:
             slot = entry.slot
