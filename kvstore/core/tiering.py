@@ -39,11 +39,11 @@ from kvstore.core.types import (
 )
 from kvstore.core.write_budget import Backlog, WriteBudget
 
-JOB_BLOCKS_MAX = 64
+JOB_BLOCKS_MAX = 128
 LOAD_BYTES = 8 << 20
 """Of one job that reads from a lower tier: a few milliseconds of a disk, so that engines copy the
 first blocks of a hit while the next are read."""
-LEADING_MAX = 64  # blocks that are looked up in one go
+LEADING_MAX = 256  # blocks that are looked up in one go
 _PINNED_PART = 4  # of the slots: a quarter
 _BACKLOG_NS = 10_000_000_000
 _WALK_MAX = 4096  # ancestors that are looked at in one go
@@ -212,11 +212,6 @@ class Tiering:
             self._manager.pin(lacking.key)
             pinned[lacking.key] = lacking
 
-    def where(self, key: BlockKey) -> tuple[LookupResult, Tier | None]:
-        """Find the first tier that has a block, or may have it."""
-        result, tier, _ = self.leading([key], 0)
-        return result, tier
-
     def leading(
         self, keys: Sequence[BlockKey], first: int
     ) -> tuple[LookupResult, Tier | None, int]:
@@ -250,13 +245,10 @@ class Tiering:
         """Tell whether any block is on its way up."""
         return bool(self._coming)
 
-    def sources_of(self, keys: Iterable[BlockKey]) -> Counter[str]:
-        """Count those of these blocks that are coming, by the tier they come from."""
-        found = Counter[str]()
-        for work, blocks in Counter(map(self._coming.get, keys)).items():
-            if work is not None:
-                found[work.tier.name] += blocks
-        return found
+    def sources_of(self, keys: Iterable[BlockKey]) -> list[str | None]:
+        """Name the tier that each block is coming from; None for those that are not coming."""
+        jobs = map(self._coming.get, keys)
+        return [None if job is None else job.tier.name for job in jobs]
 
     def coming_with(self, key: BlockKey) -> Sequence[BlockKey]:
         """Name the blocks that come together with one that is on its way up."""

@@ -46,8 +46,9 @@ class HeldMemory:
         slots = source.manager.prepare_store(len(positions))
         job.awaited.extendleft(reversed(positions[len(slots) :]))
         staged = positions[: len(slots)]
+        for run in runs_of(staged):
+            job.states.put(run, STAGING)
         for position, slot in zip(staged, slots, strict=True):
-            job.states.put((position, position + 1), STAGING)
             job.slots[position], job.entries[position] = slot, None
         self._count(job.peer, len(staged))
         if staged:

@@ -189,19 +189,20 @@ class Job(Move):
     def tiers(self) -> list[str | None]:
         """Name the tier that has each block, or will have it."""
         manager, tiering = self.source.manager, self.source.tiering
-        coming = tiering.source if tiering.coming else None
-        found: list[str | None] = []
-        for key, entry in zip(self.keys, manager.index.find(self.keys), strict=True):
-            if entry is None:
-                found.append(self._below(key))
-            else:
-                found.append((coming and coming(key)) or MEMORY)
+        sources = tiering.sources_of(self.keys)
+        entries = manager.index.find(self.keys)
+        found: list[str | None] = [source or MEMORY for source in sources]
+        lacking = [position for position, entry in enumerate(entries) if entry is None]
+        keys, done = [self.keys[position] for position in lacking], 0
+        while done < len(keys):
+            result, tier, alike = tiering.leading(keys, done)
+            below = tier.name if tier is not None and result is LookupResult.HIT else None
+            for position in lacking[done : done + alike]:
+                found[position] = below or self._from_prefill(self.keys[position])
+            done += alike
         return found
 
-    def _below(self, key: BlockKey) -> str | None:
-        found, tier = self.source.tiering.where(key)
-        if tier is not None and found is LookupResult.HIT:
-            return tier.name
+    def _from_prefill(self, key: BlockKey) -> str | None:
         return PREFILL if self.leases.may_come(self.request, self.source.manager, key) else None
 
     def held(self, positions: Sequence[int]) -> None:

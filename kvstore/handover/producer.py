@@ -10,11 +10,13 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 
 import msgspec
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.tier import Tier
+from kvstore.core.tiering import LEADING_MAX
 from kvstore.core.types import LookupResult
 from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.held_memory import HeldMemory
@@ -352,17 +354,23 @@ class Producer:
             room -= pinned
             if pinned:
                 continue
-            position = job.awaited[0]
-            key = job.keys[position]
-            if source.manager.index.probe(key) is not LookupResult.MISS:
+            first = islice(job.awaited, min(room, LEADING_MAX))
+            keys = [job.keys[position] for position in first]
+            entries = source.manager.index.find(keys)
+            if entries[0] is not None:
                 break  # is being written, or brought up
-            found, tier = source.tiering.where(key)
+            found, tier, alike = source.tiering.leading(keys, 0)
             if tier is not None and found is LookupResult.HIT:
-                below.setdefault(tier.name, (tier, []))[1].append(position)
-                room -= 1
-            elif self.request_leases.computes(job.request, job.source.manager):
+                here = (at for at, entry in enumerate(entries) if entry is not None)
+                alike = min(alike, next(here, alike))
+                staged = below.setdefault(tier.name, (tier, []))[1]
+                staged += [job.awaited.popleft() for _ in range(alike)]
+                room -= alike
+                continue
+            position, key = job.awaited[0], keys[0]
+            if self.request_leases.computes(job.request, job.source.manager):
                 break  # they come in order
-            elif self.request_leases.may_come(job.request, job.source.manager, key):
+            if self.request_leases.may_come(job.request, job.source.manager, key):
                 late.append(position)  # or never: a window may have left it before it had a slot
             else:
                 self.counts["gone"] += 1

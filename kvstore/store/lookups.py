@@ -258,7 +258,8 @@ class Lookups:
         tiering, group = ask.namespace.tiering, _first_full(ask.namespace)
         if not tiering.coming:
             return {}
-        return dict(tiering.sources_of(ask.chain.keys_at(group, lease.groups[group].indices)))
+        keys = ask.chain.keys_at(group, lease.groups[group].indices)
+        return dict(Counter(filter(None, tiering.sources_of(keys))))
 
     def retry(self, session: Session, now_ns: int) -> list[p.Granted]:
         """Answer the lookups whose time has come."""
