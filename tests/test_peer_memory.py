@@ -134,7 +134,7 @@ def test_B20_a_transfer_is_abandoned_when_none_of_its_blocks_is_wanted(
     region = m.Region(1, 4096, 8)
     for number in (1, 2):
         both = array("I", [0, 1])
-        mover.read(Part(1, number, range(2)), "peer", "a", SlotRead(region, both, both))
+        mover.read(Part(1, number, range(2)), "peer", "a", SlotRead(region, both, both, of=2))
     for part in (Part(1, 1, [0]), Part(1, 1, [0]), Part(1, 2, [0]), Part(2, 1, [1])):
         mover.abandon(part)
     assert exporter.abandoned == []

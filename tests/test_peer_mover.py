@@ -108,9 +108,9 @@ def test_what_is_written_after_the_copy_is_neither_in_it_nor_in_its_sum(
     [
         (1, 4 * KIB, [1]),
         (255, 64 * KIB, [64, 64, 64, 63]),
-        (128, 64 * KIB, [128]),
-        (160, 64 * KIB, [64, 64, 32]),  # no less than 4 MiB, when it is cut at all
-        (64, 2 * MIB, [4] * 16),  # no more than 8
+        (128, 64 * KIB, [64, 64]),
+        (160, 64 * KIB, [64, 64, 32]),  # no less than 4 MiB
+        (64, 2 * MIB, [8] * 8),  # no more than 16
         (3, 16 * MIB, [1, 1, 1]),
     ],
 )
@@ -118,9 +118,14 @@ def test_batches_are_small_enough_to_begin_and_large_enough_to_be_worth_it(
     count: int, block_bytes: int, expected: list[int]
 ) -> None:
     blocks = range(count)
-    parts = [blocks[part] for part in batches(count, block_bytes)]
+    parts = [blocks[part] for part in batches(count, block_bytes, count)]
     assert [len(part) for part in parts] == expected
     assert [number for part in parts for number in part] == list(blocks)
+    some = batches(count - 1, block_bytes, count)  # of a prompt: in batches of the same size
+    assert [len(blocks[:-1][part]) for part in some] == [
+        *expected[:-1],
+        *([expected[-1] - 1] if expected[-1] > 1 else []),
+    ]
 
 
 def test_a_sum_names_its_block() -> None:

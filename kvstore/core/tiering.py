@@ -39,11 +39,11 @@ from kvstore.core.types import (
 )
 from kvstore.core.write_budget import Backlog, WriteBudget
 
-JOB_BLOCKS_MAX = 128
+JOB_BLOCKS_MAX = 64
 LOAD_BYTES = 8 << 20
 """Of one job that reads from a lower tier: a few milliseconds of a disk, so that engines copy the
 first blocks of a hit while the next are read."""
-LEADING_MAX = 256  # blocks that are looked up in one go
+LEADING_MAX = 64  # blocks that are looked up in one go
 _PINNED_PART = 4  # of the slots: a quarter
 _BACKLOG_NS = 10_000_000_000
 _WALK_MAX = 4096  # ancestors that are looked at in one go

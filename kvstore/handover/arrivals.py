@@ -150,7 +150,7 @@ class Arrivals:
         """Read blocks of one fetch, in one go for each extent of the peer's."""
         agent, _ = self._peers.reached_at(fetch.connection)
         for of, read in fetch.slot_reads(positions):
-            self._transfers.read(fetch.part(of), agent, self._digest, read, len(fetch.states))
+            self._transfers.read(fetch.part(of), agent, self._digest, read)
 
     def _land(self, fetch: Fetch, positions: Sequence[int]) -> None:
         """Tell the peer where to write blocks of one fetch."""

@@ -369,12 +369,12 @@ class Consumer:
             while end < len(keys) and keys[end] not in self._located:
                 end += 1
             return result, end - first
-        number, position = divmod(self._located[keys[first]], m.JOB_BLOCKS_MAX)
-        fetch, asked = self._fetches[number], keys[first:]
-        there = fetch.keys[position : position + len(asked)]
-        if there != asked[: len(there)]:
-            return result, 1
-        return result, fetch.states.alike((position, position + len(there)))
+        places = list(map(self._located.get, keys[first:]))
+        along = range(self._located[keys[first]], self._located[keys[first]] + len(places))
+        pairs = enumerate(zip(places, along, strict=True))
+        count = next((n for n, (place, expected) in pairs if place != expected), len(places))
+        number, position = divmod(along[0], m.JOB_BLOCKS_MAX)
+        return result, self._fetches[number].states.alike((position, position + count))
 
     def submit(self, job: TransferJob) -> None:
         """Fetch offered blocks into slots."""

@@ -276,7 +276,7 @@ class Fetch(Move):
     def slot_reads(self, positions: Sequence[int]) -> Iterator[tuple[Sequence[int], SlotRead]]:
         """Gather reads of the peer's slots by its extent: positions, and a read of them."""
         for region, found, slots in self.places.by_region(positions):
-            yield found, SlotRead(region, slots, at(self.landing, found))
+            yield found, SlotRead(region, slots, at(self.landing, found), len(self.keys))
 
     def engine_reads(self, positions: Iterable[int]) -> Iterator[tuple[int, dict[int, list[int]]]]:
         """Gather reads of engines' memory, by engine and how many engine blocks a block has."""

@@ -57,6 +57,7 @@ class SlotRead(msgspec.Struct, frozen=True):
     region: m.Region
     numbers: array[int]
     landing: array[int]
+    of: int  # blocks of the whole fetch
 
 
 class SlotWrite(msgspec.Struct, frozen=True):
@@ -421,15 +422,12 @@ class Transfers:
 
     # Transfers
 
-    def read(self, part: Part, agent: str, digest: str, read: SlotRead, of: int) -> None:
-        """Read a peer's slots into a namespace's landing slots, in batches; ends as Arrived.
-
-        of: blocks of the whole fetch.
-        """
+    def read(self, part: Part, agent: str, digest: str, read: SlotRead) -> None:
+        """Read a peer's slots into a namespace's landing slots, in batches; ends as Arrived."""
         landing = self._landings[digest]
         size = landing.slot_bytes
         address, region_bytes = read.region.base, read.region.slots * size
-        for piece in batches(len(part.positions), size, of):
+        for piece in batches(len(part.positions), size, read.of):
             local, remote = read.landing[piece].tobytes(), read.numbers[piece].tobytes()
             move = nixl.Transfer(
                 0, agent, False, landing.extent, address, region_bytes, size, local, remote

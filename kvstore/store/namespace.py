@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import msgspec
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class SharedGenerations(array):  # type: ignore[type-arg]  # from Python 3.12 on: array[int]
     """Slot generations of a namespace, written through to the extents that readers map."""
 
-    def __new__(cls) -> SharedGenerations:
+    def __new__(cls) -> Self:
         """Start without slots."""
-        return cast("SharedGenerations", super().__new__(cls, "L"))
+        return cast("Self", super().__new__(cls, "L"))
 
     def __init__(self) -> None:
         self._shared: list[memoryview] = []  # by extent
