@@ -226,8 +226,8 @@ class Server:
         self._accept_again(now_ns)
         self._said.tick()
         if disk is not None and (disk_s <= _BUSY_TICK_S or now_ns >= self._disk_ns):
-            self._disk_ns = now_ns + _IDLE_NS
             disk.poll()
+            self._disk_ns = time.monotonic_ns() + _IDLE_NS
         peers_due = peers_s <= _BUSY_TICK_S or now_ns >= self._peers_ns
         if peers is not None and (peers_due or peers.busy):
             self._peers_ns = now_ns + _IDLE_NS
