@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,21 +21,22 @@ if TYPE_CHECKING:
     from kvstore.store.session import Session
 
 
-class SharedGenerations(list[int]):
-    """Slot generations of a namespace, written through to the extents that readers map.
-
-    A list, as each block of each hit is looked up here.
-    """
+class SharedGenerations:
+    """Slot generations of a namespace, written through to the extents that readers map."""
 
     def __init__(self) -> None:
         """Start without slots."""
-        super().__init__()
+        self._values = array("L")
         self._memories: list[CpuExtent] = []
         self._per_extent = 1
 
-    def __setitem__(self, slot: Any, value: Any) -> None:  # noqa: ANN401 - no slices are set
+    def __getitem__(self, slot: int) -> int:
+        """Return a slot's generation."""
+        return self._values[slot]
+
+    def __setitem__(self, slot: int, value: int) -> None:
         """Set a slot's generation, for readers too."""
-        super().__setitem__(slot, value)
+        self._values[slot] = value
         number, position = divmod(slot, self._per_extent)
         self._memories[number].set_generation(position, value)
 
@@ -43,7 +44,7 @@ class SharedGenerations(list[int]):
         """Add an extent's slots, at generation 0."""
         self._per_extent = memory.count
         self._memories.append(memory)
-        self.extend([0] * memory.count)
+        self._values.extend([0] * memory.count)
 
 
 class Mapping(msgspec.Struct, eq=False):
