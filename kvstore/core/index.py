@@ -309,7 +309,9 @@ class Index:
                 path.append(at)
                 at = at.parent
             path.reverse()
-            if [entry.key for entry in path] == chain.keys(group, end):
+            keys = [entry.key for entry in path]
+            size = chain.width + len(chain.suffixes[group])
+            if b"".join(keys) == chain.joined(group, end) and set(map(len, keys)) <= {size}:
                 return path, True
         return self._scan(chain, group, limit, also), False
 
