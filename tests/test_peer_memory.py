@@ -15,7 +15,7 @@ from kvstore.units import MIB
 from kvstore.wire import peer as m
 from tests.harness.patience import WAIT_S
 from tiers.nixl import supervisor
-from tiers.nixl.messages import Mapped, Metadata, NotMapped, Unmapped
+from tiers.nixl.messages import Mapped, Metadata, Unmapped
 from tiers.nixl.supervisor import Event
 
 SLOT = MIB // 4
@@ -35,7 +35,7 @@ class Exporter:
 
     def map(self, extent: int, _fd: int, _size: int, *, writable: bool) -> None:
         if self.fails:
-            self.events.append(NotMapped(extent, "no"))
+            self.events.append(Unmapped(extent, "no"))
             return
         self.mapped[extent] = writable
         self.events += [Mapped(extent, 4096 * extent), Metadata(b"m")]
