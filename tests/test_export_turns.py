@@ -109,7 +109,7 @@ def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
     def read(part: Part, *_: object) -> None:
         got.append((part.peer, len(part.positions)))
 
-    arrivals._transfers.read = read  # type: ignore[method-assign,assignment]
+    arrivals._transfers.move = read  # type: ignore[method-assign,assignment]
     for peer, count in ((1, 9), (2, 9), (3, 1)):
         keys = keys_of(hashes(count, str(peer)))
         fetch = bare_fetch(arrivals, peer, keys)
@@ -122,6 +122,24 @@ def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
     arrivals.landing.give_back([5])
     arrivals.start()
     assert got[2:] == [(3, 1)]
+
+
+def test_S2_a_fetch_that_has_ended_does_not_wait_for_a_landing_slot() -> None:
+    pair = Pair()
+    arrivals = pair.consumer.arrivals
+    taken = arrivals.landing.take(LANDING)
+    made = [bare_fetch(arrivals, 1, keys_of(hashes(2, str(number)))) for number in range(3)]
+    for fetch in made:
+        fetch.states.put(fetch.all, moves.CLAIMED)
+        arrivals._turns.queue(fetch, fetch.all)
+    made[0].left = made[1].left = 0
+    arrivals.start()
+    assert [fetch for fetch, _ in arrivals._turns._waiting[1]] == made[2:]
+    made[2].left = 0
+    arrivals.start()
+    assert not arrivals._turns._waiting
+    arrivals.landing.give_back(taken)
+    pair.check_nothing_left()
 
 
 def test_what_is_said_of_many_blocks_is_what_is_said_of_each() -> None:

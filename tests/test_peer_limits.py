@@ -13,7 +13,7 @@ import pytest
 from kvstore.core.errors import ProtocolError
 from kvstore.handover import jobs, moves, peers, producer, side_channel, transfers
 from kvstore.handover.side_channel import Channel
-from kvstore.handover.transfers import PeerAgents, Transfers
+from kvstore.handover.transfers import PeerAgents
 from kvstore.logs import LINES_MAX
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -21,6 +21,7 @@ from kvstore.wire import peer as m
 from tests.fuzz.site import HELD, End, Good, Net, Site
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, keys_of, u32
 from tests.harness.handover_pair import bare_fetch
+from tiers.nixl.supervisor import Exporter
 
 SECOND_NS = 1_000_000_000
 TOO_MANY = bytes(4 * (m.JOB_BLOCKS_MAX + 1))  # of positions
@@ -93,7 +94,7 @@ def test_exporters_that_are_known_are_limited_and_those_in_use_stay(
 ) -> None:
     monkeypatch.setattr(transfers, "AGENTS_MAX", 3)
     told = Told()
-    known = PeerAgents(cast("Transfers", told))
+    known = PeerAgents(cast("Exporter", told))
     known.meet(1, "used", b"1")
     known.meet(2, "used", b"2")
     for number in range(3, 9):
@@ -119,7 +120,7 @@ def test_S2_agents_of_peers_are_limited_while_their_connections_live(
     """Who names most loses its oldest; a connection's exporter, which is its first, stays."""
     monkeypatch.setattr(transfers, "AGENTS_MAX", 8)
     told = Told()
-    known = PeerAgents(cast("Transfers", told))
+    known = PeerAgents(cast("Exporter", told))
     for number in range(3):
         known.meet(number, f"exporter-{number}", b"m")
     known.meet(0, "worker", b"m")

@@ -19,7 +19,7 @@ from kvstore.handover.fetches import Fetch
 from kvstore.handover.jobs import Source
 from kvstore.handover.moves import CHECKED, CLAIMED, LANDED, MOVING
 from kvstore.handover.runs import Part, Run, at, joined, runs_of
-from kvstore.handover.transfers import Landing, Slots, Transfers
+from kvstore.handover.transfers import Landing, SlotMove, Slots, Transfers, batch_blocks
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, u32
 
@@ -47,6 +47,9 @@ class LandingTurns:
         """Assign free slots to what still waits: of a fetch, runs of its blocks, their slots."""
         share, batch = max(1, self._landing.count * 3 // 4), max(1, self._landing.count // 4)
         for peer, waiting in list(self._waiting.items()):
+            # Ended fetches of a peer that gets no slot would stay.
+            while waiting and not waiting[0][0].left:
+                waiting.popleft()
             room = share - self._used[peer]
             if self._used[peer] and room < min(batch, sum(end - at for _, (at, end) in waiting)):
                 continue  # more will be free: few large transfers cost less than many small ones
@@ -149,8 +152,17 @@ class Arrivals:
     def _read(self, fetch: Fetch, positions: Sequence[int]) -> None:
         """Read blocks of one fetch, in one go for each extent of the peer's."""
         agent, _ = self._peers.reached_at(fetch.connection)
-        for of, read in fetch.slot_reads(positions):
-            self._transfers.read(fetch.part(of), agent, self._digest, read)
+        for region, of, slots in fetch.places.by_region(positions):
+            move = SlotMove(
+                write=False,
+                slot_bytes=self.landing.slot_bytes,
+                extent=self.landing.extent,
+                local=at(fetch.landing, of),
+                region=region,
+                remote=slots,
+                at_once=batch_blocks(self.landing.slot_bytes, len(fetch.keys)),
+            )
+            self._transfers.move(fetch.part(of), agent, self._digest, move)
 
     def _land(self, fetch: Fetch, positions: Sequence[int]) -> None:
         """Tell the peer where to write blocks of one fetch."""

@@ -92,7 +92,7 @@ class Peers:
         """held_bytes_max: of what is held for one peer at one time. waits: for blocks of peers."""
         self.channel = Channel(key, self._on_message, self._on_lost)
         send = self.channel.send
-        self._agents = PeerAgents(mover)
+        self._agents = PeerAgents(mover.exporter)
         self._send: Send = no_workers
         self.engine_writes = EngineWrites(self._to_worker, self._agents.metadata)
         self.producer = Producer(
@@ -205,7 +205,7 @@ class Peers:
     def _wake(self) -> None:
         """Have the exporter run: somebody may ask soon, or is asked."""
         if not self.off:
-            self._mover.wake()
+            self._mover.exporter.wake()
 
     def _connected(self, address: str, digest: str, now_ns: int) -> int | None:
         if self.off:
@@ -371,7 +371,7 @@ class Peers:
             return 0.0
         if self.off:
             return None
-        wait_s = self._mover.wait_s(now_ns)
+        wait_s = self._mover.exporter.wait_s(now_ns)
         if self.producer.busy or any(inlet.open for inlet in self._used.values()):
             return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
         return wait_s
@@ -518,12 +518,14 @@ class Peers:
                 self.channel.drop(number)
         inlets = self._used.values()
         crowded = any(inlet.arrivals.crowded for inlet in inlets)
-        late = self._mover.abandoned_bytes or any(i.arrivals.quarantined for i in inlets)
+        late = self._mover.exporter.quarantined_bytes or any(i.arrivals.quarantined for i in inlets)
         used = any(not job.released for job in self.producer.jobs) or any(i.open for i in inlets)
         if self._quarantine.lasts(self._now_ns, crowded=crowded, quiet=bool(late) and not used):
             landing = sum(inlet.arrivals.quarantined_bytes for inlet in inlets)
-            own = self._mover.abandoned_bytes
-            self._mover.restart(f"in quarantine: {landing} bytes to land in, {own} bytes moving")
+            own = self._mover.exporter.quarantined_bytes
+            self._mover.exporter.restart(
+                f"in quarantine: {landing} bytes to land in, {own} bytes moving"
+            )
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -565,6 +567,6 @@ class Peers:
 
     def _introduce(self) -> OwnExporter | None:
         """Name our exporter, which somebody needs now; None while there is none."""
-        self._mover.wake()
+        self._mover.exporter.wake()
         up = self._up
         return None if up is None else OwnExporter(up.name, up.metadata, self._regions)

@@ -51,23 +51,19 @@ QUIET_NS = 60_000_000_000  # anything is in quarantine, and no hand-over is open
 # What is moved
 
 
-class SlotRead(msgspec.Struct, frozen=True):
-    """Slots of one of a peer's extents, and the landing slots that they are read into."""
+class SlotMove(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots of one of our extents, and those of a peer's region that they are moved from or to.
 
-    region: m.Region
-    numbers: array[int]
-    landing: array[int]
-    of: int  # blocks of the whole fetch
+    write: to the peer. On the side that is written to, they are landing slots.
+    """
 
-
-class SlotWrite(msgspec.Struct, frozen=True):
-    """Slots of one of our extents, and the peer's landing slots that they are written to."""
-
-    extent: int
-    numbers: array[int]
+    write: bool
     slot_bytes: int
-    landing: m.Region
-    landing_slots: array[int]
+    extent: int
+    local: array[int]
+    region: m.Region
+    remote: array[int]
+    at_once: int  # blocks in one transfer
 
 
 class SlotFill(msgspec.Struct, frozen=True):
@@ -158,11 +154,15 @@ Event = (
 )
 
 
-def batches(count: int, block_bytes: int, of: int) -> Iterator[slice]:
-    """Cut some of a prompt's `of` blocks into batches: few, since each costs a turn or two."""
+def batch_blocks(block_bytes: int, of: int) -> int:
+    """Return how many of a prompt's `of` blocks go together: each batch costs a turn or two."""
     size = of * block_bytes // BATCHES
-    step = max(1, min(BATCH_BYTES_MAX, max(BATCH_BYTES_MIN, size)) // block_bytes)
-    return (slice(at, at + step) for at in range(0, count, step))
+    return max(1, min(BATCH_BYTES_MAX, max(BATCH_BYTES_MIN, size)) // block_bytes)
+
+
+def pieces(count: int, step: int) -> Iterator[slice]:
+    """Cut `count` blocks into parts of `step`."""
+    return (slice(first, first + step) for first in range(0, count, step))
 
 
 class Landing:
@@ -308,16 +308,16 @@ def _allocate(landing: Landing, size: int) -> _Allocated:
 class Transfers:
     """Moves, copies and sums blocks. Called from the store's thread; no method blocks but close.
 
-    devices: network devices of the exporter, as UCX names them.
+    devices: network devices of the exporter, as UCX names them. exporter: only poll() drives it.
     """
 
     def __init__(self, service: str, devices: str, landing_bytes: int) -> None:
         """service, devices: as in exporter Settings. landing_bytes: of each namespace's slots.
 
-        Until wake() there is no process.
+        Until exporter.wake() there is no process.
         """
         settings = supervisor.Settings(service, devices, quarantine_bytes_max=landing_bytes)
-        self._exporter = supervisor.Exporter(settings, asleep=True)
+        self.exporter = supervisor.Exporter(settings, asleep=True)
         self.devices = devices
         self._landing_bytes = landing_bytes
         self._landings: dict[str, Landing] = {}
@@ -347,17 +347,13 @@ class Transfers:
 
     def fds(self) -> Iterator[int]:
         """Go through the descriptors that become readable when poll() has something to return."""
-        yield from (self._exporter.fileno(), self._done)
-
-    def wait_s(self, now_ns: int) -> float | None:
-        """Return when to call poll() at the latest; None: when a descriptor says so."""
-        return self._exporter.wait_s(now_ns)
+        yield from (self.exporter.fileno(), self._done)
 
     def poll(self, now_ns: int) -> Sequence[Event]:
         """Return what has happened since the last call."""
         self._now_ns = now_ns
         events, self._unreachable = self._unreachable, []
-        for event in self._exporter.poll(now_ns):
+        for event in self.exporter.poll(now_ns):
             events += self._on(event)
         if self._to_read:
             self._to_read = False
@@ -378,9 +374,9 @@ class Transfers:
                 self._addresses[extent] = address
             case nixl.Metadata(metadata):
                 return self._reachable(metadata)
-            case nixl.Unmapped(extent):
+            case nixl.Unmapped(extent, ""):
                 return self._unmapped(extent)
-            case nixl.NotMapped(extent, text):
+            case nixl.Unmapped(extent, text):
                 log.error("peers cannot reach extent %d: %s", extent, text)
                 self._unmappable.add(extent)
             case nixl.Ended(number, moved, _, error):
@@ -422,26 +418,22 @@ class Transfers:
 
     # Transfers
 
-    def read(self, part: Part, agent: str, digest: str, read: SlotRead) -> None:
-        """Read a peer's slots into a namespace's landing slots, in batches; ends as Arrived."""
-        landing = self._landings[digest]
-        size = landing.slot_bytes
-        address, region_bytes = read.region.base, read.region.slots * size
-        for piece in batches(len(part.positions), size, read.of):
-            local, remote = read.landing[piece].tobytes(), read.numbers[piece].tobytes()
-            move = nixl.Transfer(
-                0, agent, False, landing.extent, address, region_bytes, size, local, remote
+    def move(self, part: Part, agent: str, digest: str, move: SlotMove) -> None:
+        """Move slots of a namespace; a read's transfers end as Arrived, a write's as Written."""
+        size, region = move.slot_bytes, move.region
+        for piece in pieces(len(part.positions), move.at_once):
+            transfer = nixl.Transfer(
+                id=0,
+                peer=agent,
+                write=move.write,
+                extent=move.extent,
+                address=region.base,
+                region_bytes=region.slots * size,
+                block_bytes=size,
+                local=move.local[piece].tobytes(),
+                remote=move.remote[piece].tobytes(),
             )
-            self._start(move, digest, part.cut(piece))
-
-    def write(self, part: Part, agent: str, write: SlotWrite) -> None:
-        """Write slots to a peer's landing slots; ends as Written."""
-        size, region = write.slot_bytes, write.landing
-        local, remote = write.numbers.tobytes(), write.landing_slots.tobytes()
-        move = nixl.Transfer(
-            0, agent, True, write.extent, region.base, region.slots * size, size, local, remote
-        )
-        self._start(move, None, part)
+            self._start(transfer, None if move.write else digest, part.cut(piece))
 
     def fill(self, part: Part, fill: SlotFill) -> None:
         """Write parts of slots to a peer's engine; ends as Written."""
@@ -451,7 +443,7 @@ class Transfers:
         self._start(filling, None, part)
 
     def _start(self, move: nixl.Transfer | nixl.Fill, digest: str | None, part: Part) -> None:
-        number = self._exporter.start(move)
+        number = self.exporter.start(move)
         self._transfers[number] = _Transfer(digest, part)
         self._moving.setdefault(part[:2], []).append(number)
 
@@ -467,13 +459,13 @@ class Transfers:
             if found.wanted:
                 found.wanted.difference_update(part.positions)
                 if not found.wanted:
-                    self._exporter.abandon(number)
+                    self.exporter.abandon(number)
 
     def sum(
         self, part: Part, namespace: str, keys: Sequence[BlockKey], slots: Slots, slot_bytes: int
     ) -> None:
         """Take checksums, in batches; ends as Summed."""
-        for piece in batches(len(keys), slot_bytes, len(keys)):
+        for piece in pieces(len(keys), batch_blocks(slot_bytes, len(keys))):
             cut, named_keys = part.cut(piece), keys[piece]
             work = partial(_sums, cut, namespace, named_keys, slots.cut(piece))
             self._runner.submit(_Work(work, Summed(cut, numbers(len(named_keys), "Q"))))
@@ -488,41 +480,22 @@ class Transfers:
         slots: Slots,
     ) -> None:
         """Copy landed blocks into their slots and take their checksums there; ends as Checked."""
-        work = partial(_checks, part, namespace, keys, sums, landed, slots)
-        self._runner.submit(_Work(work, Checked(namespace, part, [False] * len(keys))))
+        step = max(1, BATCH_BYTES_MAX // self._landings[namespace].slot_bytes)
+        for piece in pieces(len(keys), step):
+            cut, named_keys, named_sums = part.cut(piece), keys[piece], sums[piece]
+            there, here = landed.cut(piece), slots.cut(piece)
+            work = partial(_checks, cut, namespace, named_keys, named_sums, there, here)
+            self._runner.submit(_Work(work, Checked(namespace, cut, [False] * len(named_keys))))
 
-    # The exporter
-
-    def wake(self) -> None:
-        """Start the exporter, unless it runs."""
-        self._exporter.wake()
-
-    def restart(self, why: str) -> None:
-        """Start the exporter afresh. Once Down has come, no earlier transfer moves anything."""
-        self._exporter.restart(why)
-
-    @property
-    def abandoned_bytes(self) -> int:
-        """Memory of abandoned transfers that have not ended."""
-        return self._exporter.quarantined_bytes
+    # The exporter, and memory
 
     def over_tcp(self, host: str) -> bool:
         """Tell whether bytes from and to a host travel over TCP."""
         return over_tcp(host, self.devices)
 
-    def add_peer(self, agent: str, metadata: bytes) -> None:
-        """Learn how to reach a peer's agent now."""
-        self._exporter.add_peer(agent, metadata)
-
-    def remove_peer(self, agent: str) -> None:
-        """Forget a peer's agent; transfers with it fail."""
-        self._exporter.remove_peer(agent)
-
-    # Memory
-
     def export(self, extent: int, fd: int, size: int) -> None:
         """Let peers read an extent."""
-        self._exporter.map(extent, fd, size, writable=False)
+        self.exporter.map(extent, fd, size, writable=False)
 
     def unexport(self, extent: int) -> None:
         """Send Unmapped once no transfer uses an extent."""
@@ -530,7 +503,7 @@ class Transfers:
             self._unmappable.discard(extent)
             self._unreachable += self._unmapped(extent)
         else:
-            self._exporter.unmap(extent)
+            self.exporter.unmap(extent)
 
     def landing(self, namespace: str, slot_bytes: int) -> Landing:
         """Return a namespace's landing slots."""
@@ -564,7 +537,7 @@ class Transfers:
             return
         number, self._next_landing = self._next_landing, self._next_landing + 1
         landing.made(number, memory)
-        self._exporter.map(number, memory.fd, memory.count * memory.slot_bytes, writable=True)
+        self.exporter.map(number, memory.fd, memory.count * memory.slot_bytes, writable=True)
 
     def _reclaim(self, landing: Landing) -> None:
         """Free the memory of a landing that is not used, for another namespace's."""
@@ -575,7 +548,7 @@ class Transfers:
 
     def close(self) -> None:
         """End the process and the threads, and free the landing slots."""
-        self._exporter.close()
+        self.exporter.close()
         self._runner.close()
         os.close(self._done)
         memories: list[object] = [landing.unmade() for landing in self._landings.values()]
@@ -595,9 +568,9 @@ class PeerAgents:
     go first.
     """
 
-    def __init__(self, transfers: Transfers) -> None:
-        """transfers: add_peer() and remove_peer() are called; each new exporter is told by it."""
-        self._transfers = transfers
+    def __init__(self, exporter: supervisor.Exporter) -> None:
+        """exporter: passes what it is told to each process that it starts."""
+        self._exporter = exporter
         self._named: dict[int, list[str]] = {}  # by connection; the first is its exporter
         self._users: dict[str, set[int]] = {}  # their connections; longest unused first
         self._metadata: dict[str, bytes] = {}
@@ -628,7 +601,7 @@ class PeerAgents:
 
     def _add(self, agent: str, metadata: bytes) -> None:
         self._metadata[agent] = metadata
-        self._transfers.add_peer(agent, metadata)
+        self._exporter.add_peer(agent, metadata)
 
     def metadata(self, agent: str) -> bytes:
         """Return how to reach an agent; empty for an unknown one."""
@@ -647,7 +620,7 @@ class PeerAgents:
             unused = next((agent for agent, users in self._users.items() if not users), None)
             if unused is not None:
                 del self._users[unused], self._metadata[unused]
-                self._transfers.remove_peer(unused)
+                self._exporter.remove_peer(unused)
                 continue
             connection, named = max(self._named.items(), key=lambda item: len(item[1]))
             if len(named) == 1:

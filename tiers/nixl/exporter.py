@@ -538,10 +538,10 @@ class Server:
                 self._map(message)
             case m.Unmap(number):
                 wrong = self._transfers.remove_extent(number)
-            case m.AddPeer(peer, metadata):
-                self._transfers.add_peer(peer, metadata)
-            case m.RemovePeer(peer):
+            case m.Peer(peer, None):
                 wrong = self._transfers.remove_peer(peer)
+            case m.Peer(peer, bytes(metadata)):
+                self._transfers.add_peer(peer, metadata)
             case m.Ping():
                 self._tell(m.Pong())
         if wrong is not None:
@@ -557,7 +557,7 @@ class Server:
             finally:
                 os.close(fd)
         except m.MoveError as exc:
-            self._tell(m.NotMapped(message.extent, str(exc)))
+            self._tell(m.Unmapped(message.extent, str(exc)))
             return
         self._transfers.add_extent(message.extent, extent)
         self._tell(m.Mapped(message.extent, extent.address))

@@ -59,7 +59,7 @@ class Down(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = m.Ready | m.Mapped | m.NotMapped | m.Unmapped | m.Metadata | m.PeerRefused | m.Ended | Down
+Event = m.Ready | m.Mapped | m.Unmapped | m.Metadata | m.PeerRefused | m.Ended | Down
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -279,8 +279,8 @@ class Exporter:
     def map(self, extent: int, fd: int, size: int, *, writable: bool) -> None:
         """Let peers reach the first `size` bytes of a sealed memfd, in this process and the next.
 
-        The descriptor stays open until Unmapped or NotMapped has come. Mapped comes for each
-        process anew: addresses differ.
+        The descriptor stays open until Unmapped has come; with a text: it cannot be mapped. Mapped
+        comes for each process anew: addresses differ.
         """
         check(extent not in self._extents, f"extent {extent} is mapped already")
         self._extents[extent] = _Extent(fd, size, writable)
@@ -299,12 +299,12 @@ class Exporter:
         """Learn how to reach a peer now, in this process and the next."""
         self._peers[peer] = metadata
         if self._running:
-            self._send(m.AddPeer(peer, metadata))
+            self._send(m.Peer(peer, metadata))
 
     def remove_peer(self, peer: str) -> None:
         """Forget a peer; open transfers with it fail once nothing of them is under way."""
         if self._peers.pop(peer, None) is not None and self._running:
-            self._send(m.RemovePeer(peer))
+            self._send(m.Peer(peer, None))
 
     def start(self, move: m.Transfer | m.Fill) -> int:
         """Start a transfer; returns its id, which the Ended will have."""
@@ -392,7 +392,7 @@ class Exporter:
         for extent in self._extents:
             self._send_extent(extent)
         for peer, metadata in self._peers.items():
-            self._send(m.AddPeer(peer, metadata))
+            self._send(m.Peer(peer, metadata))
 
     def _pause(self, now_ns: int) -> None:
         """Set when to start again."""
@@ -452,7 +452,7 @@ class Exporter:
                 if self._running:
                     self._state = "up"
                 self._events.append(message)
-            case m.Mapped(extent) | m.NotMapped(extent) | m.Unmapped(extent):
+            case m.Mapped(extent) | m.Unmapped(extent):
                 self._on_extent(message, extent)
             case m.Metadata() | m.PeerRefused():
                 self._events.append(message)
@@ -466,14 +466,16 @@ class Exporter:
             case m.Failed(text):
                 self._why = text
 
-    def _on_extent(self, message: m.Mapped | m.NotMapped | m.Unmapped, number: int) -> None:
+    def _on_extent(self, message: m.Mapped | m.Unmapped, number: int) -> None:
         extent = self._extents.get(number)
-        leaves = isinstance(message, m.Unmapped)
-        if extent is None or (leaves and not extent.leaving):
+        asked = isinstance(message, m.Mapped) or message.text or (extent and extent.leaving)
+        if extent is None or not asked:
             what = type(message).__name__
             raise ProtocolError(f"{what} of extent {number}, which was not asked for")
-        if not isinstance(message, m.Mapped):
+        if isinstance(message, m.Unmapped):
             del self._extents[number]
+            # One that could not be mapped is unmapped as it should be, if it was to be.
+            message = m.Unmapped(number) if extent.leaving else message
         self._events.append(message)
 
     def _on_ended(self, message: m.Ended) -> None:
