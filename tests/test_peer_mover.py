@@ -27,6 +27,7 @@ from kvstore.handover.transfers import (
     Transfers,
     Written,
     batch_blocks,
+    pieces,
 )
 from kvstore.units import KIB, MIB
 from kvstore.wire import peer as m

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -45,15 +45,11 @@ class LandingTurns:
 
     def next(self) -> Iterator[tuple[Fetch, list[Run], array[int]]]:
         """Assign free slots to what still waits: of a fetch, runs of its blocks, their slots."""
-        share, batch = max(1, self._landing.count * 3 // 4), max(1, self._landing.count // 4)
         for peer, waiting in list(self._waiting.items()):
             # Ended fetches of a peer that gets no slot would stay.
             while waiting and not waiting[0][0].left:
                 waiting.popleft()
-            room = share - self._used[peer]
-            if self._used[peer] and room < min(batch, sum(end - at for _, (at, end) in waiting)):
-                continue  # more will be free: few large transfers cost less than many small ones
-            free = self._landing.take(room) if room > 0 else array(U32)
+            free = self._landing.take(self._room(peer, waiting))
             fetches: dict[int, Fetch] = {}
             chosen: dict[int, list[Run]] = {}
             slots: dict[int, array[int]] = {}
@@ -78,6 +74,14 @@ class LandingTurns:
             for number, runs in chosen.items():
                 self._used[peer] += len(slots[number])
                 yield fetches[number], runs, slots[number]
+
+    def _room(self, peer: int, waiting: Iterable[tuple[Fetch, Run]]) -> int:
+        """Count the slots that a peer may have now; few large transfers cost less than many."""
+        share, batch = max(1, self._landing.count * 3 // 4), max(1, self._landing.count // 4)
+        used = self._used[peer]
+        wanted = sum(end - first for _, (first, end) in waiting)
+        enough = not used or share - used >= min(batch, wanted)
+        return max(0, share - used) if enough else 0
 
     def left(self, peer: int, count: int) -> None:
         """A peer uses some slots less."""
