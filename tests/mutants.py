@@ -278,7 +278,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "tiers/nvme/namespace.py": (("checksums -k O15", " + self.digest.encode()", ""),),
     "kvstore/core/manager.py": (
         ("manager", "(above is None or above.state is not _READY):", "above is None and False:"),
-        ("tiering manager -k O15_O20", ".slots.age(slot, 2)", ".slots.age(slot, 1)"),
+        ("tiering manager -k O15_O20", ".slots.age((slot,), 2)", ".slots.age((slot,), 1)"),
         (
             "manager -k O20_a_lease_holds",
             "run, path = runs[group]",
@@ -315,7 +315,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if entry.slot in bad and entry.state is _READY and self.index.holds(entry):",
         ),
     ),
-    "kvstore/core/slots.py": (("manager -k O20_each_grant", "self.age(slot, 1)"),),
+    "kvstore/core/slots.py": (("manager -k O20_each_grant", "self.age(found, 1)"),),
     "kvstore/core/leases.py": (
         (
             "manager -k O20_a_leased_block",

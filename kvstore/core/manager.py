@@ -205,12 +205,11 @@ class Manager:
                 raise InvariantBroken("a promotion ended whose block is not coming")
             above = entry.parent
             if at < done and late is None and (above is None or above.state is _READY):
-                self.slots.age(slot, 1)
                 entry.state = _READY
                 ready.append(entry)
                 outcomes.append(_STORED)
                 continue
-            self.slots.age(slot, 2)
+            self.slots.age((slot,), 2)
             self.leases.pin_all()
             if late is None:
                 self.index.remove(entry)
@@ -218,6 +217,7 @@ class Manager:
             self.slots.vacate(slot, pinned=entry.pins > 0)
             self._policy.freed(entry.parent)
             outcomes.append(StoreOutcome.ORPHAN if at < done else StoreOutcome.FAILED)
+        self.slots.age([entry.slot for entry in ready], 1)
         self._became_ready(ready)
         return outcomes
 

@@ -52,14 +52,15 @@ class Slots:
         """Put up to `count` empty slots on credit, each at a new generation."""
         free, granted = self.free, self.granted
         found = [free.pop() for _ in range(min(count, len(free)))]
-        for slot in found:
-            self.age(slot, 1)
-            granted[slot] = None
+        self.age(found, 1)
+        granted.update(dict.fromkeys(found))
         return found
 
-    def age(self, slot: Slot, by: int) -> None:
-        """Let a slot's generation grow."""
-        self.generations[slot] = (self.generations[slot] + by) & 0xFFFFFFFF
+    def age(self, slots: Iterable[Slot], by: int) -> None:
+        """Let the generations of slots grow."""
+        generations = self.generations
+        for slot in slots:
+            generations[slot] = (generations[slot] + by) & 0xFFFFFFFF
 
     def release(self, slot: Slot) -> None:
         """A slot is empty, unless it is to go."""
