@@ -10,7 +10,7 @@ import pytest
 
 from connectors import store_client
 from connectors.engine_interface import Geometry
-from connectors.scheduler import LOADING_LIMIT_NS
+from connectors.request_lookups import LOADING_LIMIT_NS
 from connectors.store_client import SET_KEYS_MAX, SETS, KnownKeys
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from connectors.engine_interface import Geometry
-from connectors.scheduler import ANSWER_LIMIT_NS, LOADING_LIMIT_NS
+from connectors.request_lookups import ANSWER_LIMIT_NS, LOADING_LIMIT_NS
 from connectors.step_meta import pieces
 from kvstore.core.layout import Move
 from kvstore.core.types import GroupRule
