@@ -439,10 +439,12 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("worker_half -k O15_a_load_in_a", "self._bad_blocks.update(task.job.engine.block_ids)"),
         (
             "worker_half -k O6_a_load_in_a_step",
-            "self._runner.wait(lambda: all(task.outcome is not None for task in tasks))",
+            "self._copies.runner.wait(lambda: all(task.outcome is not None for task in tasks))",
         ),
-        ("worker_half -k O8_a_load_in_a_step", "wait_ns = 0 if job.in_step else", "wait_ns ="),
         ("worker_half -k in_a_step", ") if outcome.task.job.in_step else (outcome.", "outcome."),
+    ),
+    "connectors/worker_copies.py": (
+        ("worker_half -k O8_a_load_in_a_step", "wait_ns = 0 if job.in_step else", "wait_ns ="),
     ),
     "connectors/store_client.py": (
         ("scheduler_edges -k O8_no_set", "if len(known) >= SET_KEYS_MAX:"),

@@ -203,7 +203,9 @@ def test_O15_a_slot_that_is_reused_under_a_copy_fails_the_load(
     gpu.cuda.held.add(gpu.loads)
     gpu.half.start_loads(StepMeta(loads=(job,)))
     eventually(lambda: not gpu.cuda.idle)
-    extent, position = gpu.half._slots.place(job.slots[1])
+    session = gpu.half._copies.session
+    assert session is not None
+    extent, position = session.slots.place(job.slots[1])
     extent.generations[position // extent.slot_bytes] += 2
     gpu.cuda.held.clear()
     eventually(lambda: gpu.rig.collect() and gpu.rig.ended)
@@ -240,11 +242,11 @@ def test_O23_the_connection_closes_after_the_last_copy_has_ended_on_the_device(
     gpu.cuda.held |= {gpu.loads, gpu.stores}
     gpu.half.after_forward(StepMeta(stores=(job,)))
     gpu.half.start_loads(StepMeta(loads=(load,)))
-    eventually(lambda: gpu.half._stores_open[job.job_id].copying is not None)
+    eventually(lambda: gpu.half._copies.stores_open[job.job_id].copying is not None)
     eventually(lambda: len(gpu.cuda.calls) and gpu.cuda.calls["launch"] >= 3)
     gpu.rig.client.close()  # ends the session: the worker is told to detach
     sessions = store.server.store.sessions
-    eventually(lambda: not gpu.half._session)
+    eventually(lambda: not gpu.half._copies.session)
     time.sleep(LONG_S)
     gpu.rig.collect()
     assert "engine" in sessions
@@ -256,7 +258,7 @@ def test_O23_the_connection_closes_after_the_last_copy_has_ended_on_the_device(
     eventually(lambda: gpu.rig.collect() and gpu.rig.ended and len(gpu.rig.over) == 2)
     assert gpu.rig.ended == [(0, "r", True)], "its lease went with the session"
     eventually(lambda: "engine" not in sessions or not sessions["engine"].granted)
-    eventually(lambda: not gpu.cuda.pinned_ranges or gpu.half._session)
+    eventually(lambda: not gpu.cuda.pinned_ranges or gpu.half._copies.session)
 
 
 def test_O17_shutdown_finishes_copies_and_unregisters_memory(store: LiveStore) -> None:
@@ -279,9 +281,11 @@ def test_memory_that_the_store_takes_back_is_unregistered_first(start: Start) ->
     gpu = start()
     assert gpu.cuda.pinned_ranges
     sent: list[framing.Message] = []
-    link = SimpleNamespace(send=sent.append)
-    (number,) = gpu.half._slots._extents
-    assert gpu.half._handle(link, [p.Unmap(number)])  # type: ignore[arg-type]
+    session = gpu.half._copies.session
+    assert session is not None
+    session.link = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
+    (number,) = session.slots._extents
+    assert gpu.half._handle(session, [p.Unmap(number)])
     assert gpu.cuda.pinned_ranges == {}
     assert sent == [p.Unmapped(number)]
 

@@ -148,9 +148,9 @@ def test_O14_O23_a_lost_connection_ends_all_and_slots_wait_for_the_slowest_copy(
     load = rig.load_job("slow", rig.ask(chain), [8, 9, 10, 11])
     begin(rig, StepMeta(loads=(load,)) if loads else StepMeta(stores=(job,)))
     sessions, session = store.server.store.sessions, rig.client.session
-    link = rig.ranks[0].half._link
-    assert link is not None
-    link._sock.shutdown(socket.SHUT_RDWR)
+    attached = rig.ranks[0].half._copies.session
+    assert attached is not None
+    attached.link._sock.shutdown(socket.SHUT_RDWR)
     eventually(lambda: heard(rig.client) and rig.client.session != session)
     assert set(job.slots) <= sessions["engine"].granted
     slow_device(rig).go_on.set()

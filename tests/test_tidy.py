@@ -40,7 +40,7 @@ ROOMS = {
 NAMES = {"kvstore/cli.py": "cli", "kvstore/check.py": "cli", "kvstore/": "low"}
 # What a worker needs of the tiers: threads, the extents that it maps, and NIXL for direct reads.
 SHARED = {
-    "connectors/worker.py": ("tiers.runner",),
+    "connectors/worker_copies.py": ("tiers.runner",),
     "connectors/engine_agent.py": ("tiers.nixl",),
 }
 
