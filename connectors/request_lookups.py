@@ -14,7 +14,7 @@ from connectors.engine_interface import Geometry
 from connectors.events import BlockEvents
 from connectors.kv_transfer_params import NO_REMOTE
 from connectors.partial_block import query_for
-from connectors.request_state import Phase, TrackedRequest
+from connectors.request_state import NO_QUERY, Phase, TrackedRequest
 from connectors.store_client import Grant, StoreClient
 from kvstore.wire import engine as p
 
@@ -223,7 +223,7 @@ class RequestLookups:
             self._client.take(tracked.ask)
         elif tracked.ask:
             self._client.drop(tracked.ask)
-        tracked.ask = 0
+        tracked.ask, tracked.query = 0, NO_QUERY
 
     def next_step(self) -> None:
         """End a step, and with it what was waited."""

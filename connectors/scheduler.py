@@ -43,6 +43,7 @@ from kvstore.core.lookup import Answer, common_hit
 from kvstore.core.types import LookupResult
 
 NO_GRANT = Grant(0, 0, (), {})
+_ADMITTED = (Phase.NEW, Phase.LOADED)  # and not scheduled yet
 
 
 class SchedulerHalf:
@@ -266,11 +267,11 @@ class SchedulerHalf:
         tracked = self._requests.get(request_id)
         if tracked is None:
             return
-        if tracked.phase in (Phase.NEW, Phase.LOADED):
+        if tracked.phase in _ADMITTED:
             tracked.phase = Phase.RUNNING
             may_fail = self._beside or tracked.in_step
             tracked.started_at = tracked.request.num_computed_tokens if may_fail else None
-        if self._may_be_undone(tracked):
+        if tracked.started_at is not None and self._may_be_undone(tracked):
             return
         computed = tracked.request.num_computed_tokens + tokens
         complete_at = self._stores.store_complete(tracked, computed, step.table)
