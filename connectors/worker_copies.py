@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
@@ -22,10 +21,9 @@ import msgspec
 
 from connectors.copies.host import Copier, Copying, Device, SlotMap
 from connectors.load_progress import LoadDeadline, SlotLoad
-from connectors.step_meta import LoadJob, StoreJob, pieces
+from connectors.step_meta import LoadJob, Moves, StoreJob, pieces
 from connectors.store_connection import Link, LinkLost
 from kvstore.core.errors import TierError
-from kvstore.core.layout import Move
 from kvstore.units import shown
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -300,7 +298,7 @@ class Copies:
         if not load.copying:
             task.started = time.perf_counter()
 
-        def copy(moves: Sequence[Move]) -> Copying:
+        def copy(moves: Moves) -> Copying:
             return session.copier.copy(moves, session.slots, store=False, after=task.mark)
 
         over = load.advance(copy, session.slots.generations, now_ns)

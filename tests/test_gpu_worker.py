@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -205,12 +206,12 @@ def test_O15_a_slot_that_is_reused_under_a_copy_fails_the_load(
     eventually(lambda: not gpu.cuda.idle)
     session = gpu.half._copies.session
     assert session is not None
-    extent, position = session.slots.place(job.slots[1])
-    extent.generations[position // extent.slot_bytes] += 2
+    ((extent, _, positions),) = session.slots.places(np.array(job.slots[1:2]))
+    extent.generations[positions] += 2
     gpu.cuda.held.clear()
     eventually(lambda: gpu.rig.collect() and gpu.rig.ended)
     assert gpu.rig.ended == [(0, "r", True)]
-    extent.generations[position // extent.slot_bytes] -= 2
+    extent.generations[positions] -= 2
 
 
 @pytest.mark.parametrize("call", ["launch", "wait"])

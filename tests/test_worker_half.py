@@ -26,6 +26,7 @@ from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.bench.steal import Watch
 from tests.harness.live import LiveStore, eventually
+from tests.harness.moves import rows
 from tests.harness.script import hashes
 from tests.harness.worker_rig import BLOCKS, LAYERS, POISON, Rank, Rig, heard
 
@@ -140,8 +141,8 @@ def test_B13_heads_that_another_rank_writes_are_read_only(writes: bool) -> None:
     run = LayerRun("layer", 0, size, writes)
     layout = RankLayout(PAGE, (GroupLayout(size, (run,)),))
     copier = HostCopier({"layer": LayerCache(engine, 0, size, size)}, layout)
-    assert copier.copy([Move(0, 0, 0, 0)], slots, store=True).bytes == (size if writes else 0)
-    assert copier.copy([Move(0, 1, 0, 0)], slots, store=False).bytes == size
+    assert copier.copy(rows([Move(0, 0, 0, 0)]), slots, store=True).bytes == (size if writes else 0)
+    assert copier.copy(rows([Move(0, 1, 0, 0)]), slots, store=False).bytes == size
     assert engine[size:].tolist() == [int(writes)] * size
 
 
