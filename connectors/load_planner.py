@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from connectors.engine_interface import BlockTable, Geometry
 from connectors.request_state import TrackedRequest
@@ -37,24 +36,26 @@ class LoadPlanner:
         Such a load names no session, so that the workers copy nothing and report it as failed.
         """
         local = tracked.local
-        plan = plan_load(self._geometry, grant.hits, table, local, local + external)
+        engine = engine_blocks(self._geometry, table, local, local + external)
+        found = leased_slots(self._geometry, grant.hits, engine)
+        slots, generations = found or ((), ())
         job = LoadJob(
             tracked.request.request_id,
-            session=self._client.session if plan.complete else 0,
+            session=0 if found is None else self._client.session,
             lease=grant.lease,
-            engine=plan.engine,
-            slots=plan.slots,
-            generations=plan.generations,
+            engine=engine,
+            slots=slots,
+            generations=generations,
             source=", ".join(filter(None, [*grant.sources, tracked.remote.address])),
             in_step=tracked.in_step,
         )
         self._jobs.append(job)
-        self._targets.update(plan.engine.block_ids)
+        self._targets.update(engine.block_ids)
         self._client.stats["load_tokens"] += external
         if not tracked.in_step:
             tracked.loading_hash = tracked.query.hashes[local // self._geometry.block_tokens]
             self._loading[tracked.loading_hash] += 1
-        return plan.complete
+        return found is not None
 
     def may_fill(self, table: BlockTable, computed: int) -> None:
         """Note that blocks of a table from a token on may be filled, by another connector."""
@@ -97,51 +98,45 @@ class LoadPlanner:
         return split
 
 
-class LoadPlan(NamedTuple):
-    """What a load copies; complete: the answer has all that it needs."""
+def engine_blocks(geometry: Geometry, table: BlockTable, local: int, total: int) -> EngineSpec:
+    """Choose the engine blocks that a load fills, from token `local` up to token `total`.
 
-    engine: EngineSpec
-    slots: tuple[int, ...]
-    generations: tuple[int, ...]
-    complete: bool
-
-
-def plan_load(
-    geometry: Geometry, hits: Sequence[GroupHits], table: BlockTable, local: int, total: int
-) -> LoadPlan:
-    """Pair a request's engine blocks with slots, from token `local` up to token `total`.
-
-    hits: the blocks found, by group; empty if there was no answer. Of each group only what a hit
-    of so many tokens needs. Blocks missing from the answer get slot 0.
+    Of each group only what a hit of so many tokens needs, from its first block that is no null one.
     """
     size = geometry.block_tokens
     blocks, inside = -(-total // size), total % size
     ids: list[int] = []
     sizes: list[int] = []
     firsts: list[int] = []
+    for group, tokens in enumerate(geometry.engine_block_tokens):
+        needed = geometry.rules[group].first_of(blocks, inside=inside) * (size // tokens)
+        first = max(local // tokens, needed)
+        wanted = table[group][first : -(-total // tokens)]
+        skipped = next((i for i, block in enumerate(wanted) if block), len(wanted))
+        ids.extend(wanted[skipped:])
+        sizes.append(len(wanted) - skipped)
+        firsts.append(first + skipped)
+    return EngineSpec(tuple(ids), tuple(sizes), tuple(firsts))
+
+
+def leased_slots(
+    geometry: Geometry, hits: Sequence[GroupHits], engine: EngineSpec
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the slots that hold engine blocks, and their generations; None if one lacks.
+
+    hits: the blocks found, by group; empty if there was no answer.
+    """
     slots: list[int] = []
     generations: list[int] = []
-    complete = True
-    for group, tokens in enumerate(geometry.engine_block_tokens):
-        per_block, end = size // tokens, -(-total // tokens)
-        needed = geometry.rules[group].first_of(blocks, inside=inside) * per_block
-        first = max(local // tokens, needed)
-        wanted = table[group][first:end]
-        skipped = next((i for i, block in enumerate(wanted) if block), len(wanted))
-        wanted = wanted[skipped:]
-        first += skipped
-        ids.extend(wanted)
-        sizes.append(len(wanted))
-        firsts.append(first)
-        if not wanted:
+    for group, per_block in enumerate(geometry.blocks_per_chunk):
+        first, size = engine.block_indices[group], engine.group_sizes[group]
+        if not size:
             continue
-        block_first, block_end = first // per_block, (end - 1) // per_block + 1
-        found = hits[group].run(block_first, block_end) if hits else None
+        found = None
+        if hits:
+            found = hits[group].run(first // per_block, (first + size - 1) // per_block + 1)
         if found is None:
-            complete = False
-            nothing = (0,) * (block_end - block_first)
-            found = nothing, nothing
+            return None
         slots.extend(found[0])
         generations.extend(found[1])
-    engine = EngineSpec(tuple(ids), tuple(sizes), tuple(firsts))
-    return LoadPlan(engine, tuple(slots), tuple(generations), complete)
+    return tuple(slots), tuple(generations)

@@ -98,8 +98,9 @@ class SlotLoad:
         self.late = 0  # slots that were not ready in time
         self._deadline = deadline
         self._arrived = 0  # slots that are ready, copied ones included
-        moves, slots = pieces(job.engine, job.slots, blocks_per_chunk), np.array(job.slots)
+        moves = pieces(job.engine, job.slots, blocks_per_chunk)
         self._moves = moves[moves[:, SLOT] < p.DIRECT]
+        slots = np.array(job.slots, np.int64)
         self._slots = slots[slots < p.DIRECT]
         self._leased = np.array(job.generations, np.uint32)[slots < p.DIRECT]
         # For each slot, in order: how many moves end with it.
