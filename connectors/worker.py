@@ -14,7 +14,6 @@ reuses slots as soon as it is.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic_ns
@@ -24,9 +23,9 @@ import msgspec
 
 from connectors.copies.host import Device, LayerCache, MappedExtent, device_of
 from connectors.step_meta import StepMeta, StoreJob
-from connectors.store_connection import Link, LinkLost, Refusals, attach
+from connectors.store_connection import Attacher, Link, LinkLost
 from connectors.worker_copies import Copies, LoadTask, Session, StoreTask
-from kvstore.core.errors import KVStoreError, NotSupported, TierError
+from kvstore.core.errors import NotSupported, TierError
 from kvstore.core.layout import RankGeometry, RankLayout
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -66,9 +65,8 @@ class WorkerHalf:
             peer ("push"), where that is possible; "" for neither.
         store_user: may run the store, beside our own user and root.
         """
-        self.refused: KVStoreError | None = None
         transfers = _direct_transfers(caches, pushed=direct == "push") if direct else None
-        self._hello = p.Hello(
+        hello = p.Hello(
             p.VERSION,
             engine,
             "worker",
@@ -78,16 +76,13 @@ class WorkerHalf:
             direct=transfers is not None,
         )
         self._device = device_of(caches) if device is None else device
-        self._find_store, self._store_user = find_store, store_user
         self._copies = Copies(self._device, geometry.blocks_per_chunk, transfers)
         self._stores_over: set[int] = set()
         self._bad_blocks: set[int] = set()  # of the engine, that a load in this step did not fill
         self._loaded_bytes, self._loaded_s = 0, 0.0
         self._stats: Counter[str] = Counter()
-        self._refusals = Refusals()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._talk, name="kvstore-link", daemon=True)
-        self._thread.start()
+        self._attacher = Attacher(find_store, hello, store_user, self._serve)
+        self._attacher.start()
 
     # The engine's step
 
@@ -185,29 +180,13 @@ class WorkerHalf:
         Loads that are queued end as failed: the engine does not wait for them any more.
         """
         self._copies.runner.wait(lambda: not self._copies.stores_open, SHUTDOWN_WAIT_S)
-        self._stop.set()
-        self._thread.join()
+        self._attacher.close()
         self._copies.runner.close()
         if self._copies.direct is not None:
             self._copies.direct.close()
         self._device.close()
 
     # The link thread
-
-    def _talk(self) -> None:
-        while not self._stop.is_set():
-            try:
-                attached = attach(self._find_store, self._hello, self._stop, self._store_user)
-                if attached is None:
-                    return
-                link, welcome = attached
-                self._serve(link, welcome)
-            except KVStoreError as exc:
-                # Not for good: the scheduler half, which attaches later, is refused only in a
-                # session that has us in it; and a store may come back with other settings.
-                if not self._stop.is_set():
-                    self.refused = exc.with_traceback(None)  # which would keep what failed
-                    self._stop.wait(self._refusals.wait_s(exc))
 
     def _serve(self, link: Link, welcome: p.Welcome) -> None:
         """Serve a session until it ends. Raises TierError for memory that copies cannot use."""
@@ -219,7 +198,7 @@ class WorkerHalf:
             if copies.direct is not None and welcome.devices:
                 self._open_direct(copies.direct, welcome.layout, welcome.devices, session)
             copies.session = session
-            while not self._stop.is_set() and self._handle(session, link.receive(_READ_S)):
+            while not self._attacher.stop.is_set() and self._handle(session, link.receive(_READ_S)):
                 pass
         except LinkLost as exc:
             log.warning("kvstore: %s", exc)
@@ -240,7 +219,7 @@ class WorkerHalf:
             direct.open(layout, devices, session.send)
         except NotSupported:
             self._copies.direct = None
-            self._hello = msgspec.structs.replace(self._hello, direct=False)
+            self._attacher.hello = msgspec.structs.replace(self._attacher.hello, direct=False)
             raise
 
     def _handle(self, session: Session, messages: Iterable[framing.Message]) -> bool:
@@ -278,9 +257,9 @@ class WorkerHalf:
             message.bytes,
             message.generations_offset,
         )
-        self._device.pin(extent, self._stop.is_set)
+        self._device.pin(extent, self._attacher.stop.is_set)
         session.slots.add(message.extent, extent)
-        self._refusals.attached()
+        self._attacher.refusals.attached()
         session.link.send(p.Mapped(message.extent))
 
 

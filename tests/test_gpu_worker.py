@@ -305,7 +305,7 @@ def test_memory_that_cannot_be_pinned_is_said_and_tried_again(
     try:
         half = rig.ranks[0].half
         eventually(lambda: cudas[0].calls.get("pin", 0) >= 2)
-        assert "ulimit -l" in str(half.refused)
+        assert "ulimit -l" in str(half._attacher.refused)
         said = [r for r in caplog.records if "ulimit -l" in r.message]
         assert len(said) == 1, "once, not at every attempt"
         cudas[0].refuse.clear()

@@ -493,7 +493,7 @@ def test_a_store_that_cannot_serve_us_says_why(config: Config) -> None:
         alone = WorkerHalf(
             "wrong", 0, 1, wrong.geometry, wrong.caches, lambda: store.path
         )  # fmt: skip
-        eventually(lambda: alone.refused)
-        assert "heads" in str(alone.refused)
+        eventually(lambda: alone._attacher.refused)
+        assert "heads" in str(alone._attacher.refused)
         for half in (alone, wrong.half, *(rank.half for rank in ranks)):
             half.shutdown()
