@@ -445,6 +445,31 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "connectors/worker_copies.py": (
         ("worker_half -k O8_a_load_in_a_step", "wait_ns = 0 if job.in_step else", "wait_ns ="),
+        (
+            "worker_half -k O15_a_load_in_a_step_without_its_session",
+            "or job.session != session.number:\n            return self._abandon",
+            "or not job.slots:\n            return self._abandon",
+        ),
+    ),
+    "connectors/copies/host.py": (
+        ("host_copies -k one_run", " & (np.diff(number) == 0)", ""),
+        ("host_copies -k one_run", "(np.diff(group) == 0) & ", ""),
+    ),
+    "connectors/load_planner.py": (
+        (
+            "scheduler_half step_loads -k O9",
+            "session=0 if found is None else self._client.session",
+            "session=self._client.session",
+        ),
+    ),
+    "connectors/request_lookups.py": (
+        ("scheduler_half -k O20", "if self._client.clock() >= grant.until_ns:"),
+        ("lease_queue", "self.queue.add(tracked)"),
+        (
+            "scheduler_offers -k keeps_no_copy",
+            "tracked.ask, tracked.query = 0, NO_QUERY",
+            "tracked.ask = 0",
+        ),
     ),
     "connectors/store_client.py": (
         ("scheduler_edges -k O8_no_set", "if len(known) >= SET_KEYS_MAX:"),

@@ -70,12 +70,15 @@ def test_runs_are_the_moves_in_their_order(moves: Sequence[Move]) -> None:
 
 
 def test_neighbours_at_equal_distances_are_one_run() -> None:
-    """Also where distances change, an extent ends, and blocks go backwards."""
-    blocks = [1, 2, 3, 5, 7, 9, 200, 100, 101, 102]
-    slots = [10, 11, 12, 14, 16, 18, 30, 62, 63, 64]
-    moves = rows([Move(0, block, slot, 0) for block, slot in zip(blocks, slots, strict=True)])
+    """Also where distances change, blocks go backwards, and another extent or group goes on."""
+    blocks = [1, 2, 3, 5, 7, 9, 200, 100, 101, 102, 150, 151]
+    slots = [10, 11, 12, 14, 16, 18, 30, 62, 63, 64, 5, SLOTS + 6]
+    moves = rows(
+        [Move(0, block, slot, 0) for block, slot in zip(blocks, slots, strict=True)]
+        + [Move(1, 152, SLOTS + 7, 0)]
+    )
     counts = [run.count for run in _runs(moves, mapped(), LAYOUT.groups)]
-    assert counts == [3, 3, 1, 2, 1]
+    assert counts == [3, 3, 1, 2, 1, 1, 1, 1]
 
 
 def test_a_slot_that_is_not_mapped_leaves_the_engine_as_it_is() -> None:
