@@ -180,10 +180,12 @@ class DirectTransfers:
         fetches = dict(zip(job.slots, job.generations, strict=True))
         moves: dict[FetchBlock, list[Move]] = {}
         if max(job.slots, default=0) >= p.DIRECT:
-            for move in pieces(job.engine, job.slots, blocks_per_chunk):
-                if move.slot >= p.DIRECT:
-                    block = fetches[move.slot], move.slot - p.DIRECT
-                    moves.setdefault(block, []).append(move)
+            for group, engine_block, slot, part in pieces(
+                job.engine, job.slots, blocks_per_chunk
+            ).tolist():
+                if slot >= p.DIRECT:
+                    block = fetches[slot], slot - p.DIRECT
+                    moves.setdefault(block, []).append(Move(group, engine_block, slot, part))
         return PeerLoad(moves, deadline, blocks_per_chunk) if moves else None
 
     def advance(self, load: PeerLoad, now_ns: int) -> bool:

@@ -9,20 +9,19 @@ a peer uses no slot: connectors/direct_reads.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from connectors.copies.host import Copying
-from connectors.step_meta import LoadJob, pieces
+from connectors.step_meta import SLOT, LoadJob, Moves, pieces
 from kvstore.core.errors import TierError
-from kvstore.core.layout import Move
 from kvstore.wire import engine as p
 
 ASK_NS = 250_000_000  # a load that waits tells the store so as often as this, or more often
 
-Copy = Callable[[Sequence[Move]], Copying]
+Copy = Callable[[Moves], Copying]
 """Begins to copy slots to engine blocks. Raises TierError, with nothing begun."""
 
 Generations = Callable[[NDArray[np.int64]], NDArray[np.uint32]]
@@ -99,13 +98,13 @@ class SlotLoad:
         self.late = 0  # slots that were not ready in time
         self._deadline = deadline
         self._arrived = 0  # slots that are ready, copied ones included
-        self._moves = [
-            m for m in pieces(job.engine, job.slots, blocks_per_chunk) if m.slot < p.DIRECT
-        ]
+        moves = pieces(job.engine, job.slots, blocks_per_chunk)
+        self._moves = moves[moves[:, SLOT] < p.DIRECT]
         slots = np.array(job.slots, np.int64)
         self._slots = slots[slots < p.DIRECT]
         self._leased = np.array(job.generations, np.uint32)[slots < p.DIRECT]
-        self._ends = _ends(self._moves)
+        # For each slot, in order: how many moves end with it.
+        self._ends = [*(np.flatnonzero(np.diff(self._moves[:, SLOT])) + 1), len(self._moves)]
         self._ready = 0  # leading slots that are copied
         self._under_way: tuple[int, Copying] | None = None  # and slots that will be then
 
@@ -172,12 +171,3 @@ class SlotLoad:
     def _give_up(self, positions: NDArray[np.int64]) -> bool:
         self.damaged = [int(slot) for slot in self._slots[positions]]
         return True
-
-
-def _ends(moves: Sequence[Move]) -> list[int]:
-    """Return for each slot, in order, how many moves end with it."""
-    ends: list[int] = []
-    for number, move in enumerate(moves):
-        if number and move.slot != moves[number - 1].slot:
-            ends.append(number)
-    return [*ends, len(moves)] if moves else ends

@@ -10,8 +10,12 @@ kind, and where one fails, all that the request has from the first loaded block 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from connectors.engine_interface import BlockTable, Geometry
+from connectors.kv_transfer_params import NO_REMOTE
+from connectors.request_state import TrackedRequest
+from connectors.store_client import Grant
 from kvstore.core.types import GroupRule
 
 COPY_S_MAX = 0.002
@@ -20,12 +24,15 @@ MEASURED_BYTES_MIN = 1 << 20  # a smaller load says little of the rate
 
 
 class StepLoads:
-    """How much an engine may load in a step."""
+    """Decides which loads a step waits for, and remembers the last one until its step is over."""
 
     def __init__(self, block_bytes: int) -> None:
         """block_bytes: of a block, on one rank."""
         self._block_bytes = block_bytes
         self._bytes_max = START_BYTES
+        self._next: TrackedRequest | None = None  # whose load the next step waits for
+        self._current: TrackedRequest | None = None  # likewise, of the step under way
+        self._blocks: Sequence[int] = ()  # it has from its first loaded block on
 
     @staticmethod
     def serves(rules: Sequence[GroupRule]) -> bool:
@@ -36,11 +43,41 @@ class StepLoads:
         """
         return len(rules) == 1 and rules[0].trailing is None and not rules[0].exact
 
-    def fits(self, blocks: int) -> bool:
-        """Return True if copying so many blocks takes COPY_S_MAX at most, as far as is known."""
-        return blocks * self._block_bytes <= self._bytes_max
+    def allows(self, tracked: TrackedRequest, grant: Grant, blocks: int) -> bool:
+        """Return True if a load of so many blocks may hold up a step. Nothing else is there to run.
+
+        All blocks must be readable now, and copying them must not take more than COPY_S_MAX, as
+        far as is known.
+        """
+        return (
+            tracked.remote is NO_REMOTE
+            and tracked.repeatable
+            and not grant.sources
+            and not any(hits.has_direct for hits in grant.hits)
+            and blocks * self._block_bytes <= self._bytes_max
+        )
 
     def measured(self, copied_bytes: int, seconds: float) -> None:
         """Take in what loads have copied, of any kind and on any rank, and how long it took."""
         if copied_bytes >= MEASURED_BYTES_MIN and seconds > 0:
             self._bytes_max = int(copied_bytes / seconds * COPY_S_MAX)
+
+    def planned(self, tracked: TrackedRequest) -> None:
+        """The next step waits for a request's load."""
+        self._next = tracked
+
+    def begin_step(self, geometry: Geometry, table: Callable[[str], BlockTable | None]) -> None:
+        """Note what is wrong if the load that this step waits for fails."""
+        tracked, self._next = self._next, None
+        self._current = tracked
+        if tracked is not None:
+            (ids,) = table(tracked.request.request_id) or ((),)
+            first = tracked.local // geometry.engine_block_tokens[0]
+            self._blocks = list(ids[first:])
+
+    def failed(self) -> tuple[TrackedRequest | None, Sequence[int]]:
+        """Return the request whose load in the last step failed, if one can have.
+
+        And its engine blocks that hold wrong bytes: those loaded, and those computed from them.
+        """
+        return (None, ()) if self._current is None else (self._current, self._blocks)

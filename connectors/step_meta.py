@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TypeAlias
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from kvstore.core.layout import Move
+Moves: TypeAlias = NDArray[np.int64]
+"""A row for each engine block of a copy: BLOCK of GROUP <-> PART of SLOT, which are columns."""
+GROUP, BLOCK, SLOT, PART = range(4)
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -71,10 +75,11 @@ class StepMeta(msgspec.Struct, frozen=True):
     sent: tuple[str, ...] = ()
 
 
-def pieces(
-    engine: EngineSpec, slots: tuple[int, ...], blocks_per_chunk: tuple[int, ...]
-) -> Iterator[Move]:
+def pieces(engine: EngineSpec, slots: tuple[int, ...], blocks_per_chunk: tuple[int, ...]) -> Moves:
     """Pair engine blocks with slots. Raises ValueError if these do not fit."""
+    moves = np.empty((len(engine.block_ids), 4), np.int64)
+    moves[:, BLOCK] = engine.block_ids
+    own = np.array(slots, np.int64)
     at = slot_at = 0
     for group, size in enumerate(engine.group_sizes):
         if size == 0:
@@ -82,13 +87,15 @@ def pieces(
         first, per = engine.block_indices[group], blocks_per_chunk[group]
         chunk_first = first // per
         chunks = (first + size - 1) // per - chunk_first + 1
-        own = slots[slot_at : slot_at + chunks]
-        if len(own) != chunks:
-            raise ValueError(f"group {group} needs {chunks} slots, {len(own)} are left")
-        for offset, block_id in enumerate(engine.block_ids[at : at + size]):
-            chunk, part = divmod(first + offset, per)
-            yield Move(group, block_id, own[chunk - chunk_first], part)
+        if len(own) < slot_at + chunks:
+            left = len(own) - slot_at
+            raise ValueError(f"group {group} needs {chunks} slots, {left} are left")
+        rows, indices = moves[at : at + size], np.arange(first, first + size)
+        rows[:, GROUP] = group
+        rows[:, SLOT] = own[indices // per - chunk_first + slot_at]
+        rows[:, PART] = indices % per
         at += size
         slot_at += chunks
-    if slot_at != len(slots) or at != len(engine.block_ids):
-        raise ValueError(f"{len(slots)} slots, {slot_at} of them used")
+    if slot_at != len(own) or at != len(moves):
+        raise ValueError(f"{len(own)} slots, {slot_at} of them used")
+    return moves

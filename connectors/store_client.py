@@ -35,9 +35,8 @@ of a million tokens that come at once are no message that it takes, nor fit into
 MEMORY, DISK = "memory", "disk"
 ALL = 1 << 62  # more blocks than a request can have
 _NOTHING = p.Step()
-SETS = 64
-SET_SHIFT = 58  # of a hash of 64 bits: -32..31, which are the indices of the sets
-SET_KEYS_MAX = 1_600  # 200,000 in all, as each set's older keys stay until its newer ones are full
+SETS = 256
+SET_KEYS_MAX = 400  # 200,000 in all, as each set's older keys stay until its newer ones are full
 
 
 class GroupHits:
@@ -118,7 +117,7 @@ class KnownKeys:
         """Note that blocks are there now."""
         newer = self._newer
         for key in keys:
-            number = hash(key) >> SET_SHIFT
+            number = hash(key) % SETS
             known = newer[number]
             known.add(key)
             if len(known) >= SET_KEYS_MAX:
@@ -128,20 +127,20 @@ class KnownKeys:
     def remove(self, keys: Iterable[bytes]) -> None:
         """Note that blocks are not there any more."""
         for key in keys:
-            number = hash(key) >> SET_SHIFT
+            number = hash(key) % SETS
             self._newer[number].discard(key)
             self._older[number].discard(key)
 
     def __contains__(self, key: bytes) -> bool:
         """Return True if a key is known."""
-        number = hash(key) >> SET_SHIFT
+        number = hash(key) % SETS
         return key in self._newer[number] or key in self._older[number]
 
     def none_of(self, keys: Sequence[bytes]) -> bool:
         """Return True if no key is known."""
         newer, older = self._newer, self._older
         for key in keys:
-            number = hash(key) >> SET_SHIFT
+            number = hash(key) % SETS
             if key in newer[number] or key in older[number]:
                 return False
         return True

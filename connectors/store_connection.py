@@ -232,55 +232,63 @@ class Attacher:
     engine would not notice.
     """
 
-    def __init__(self, find: Callable[[], str], hello: p.Hello, user: int | None = None) -> None:
+    def __init__(
+        self,
+        find: Callable[[], str],
+        hello: p.Hello,
+        user: int | None = None,
+        serve: Callable[[Link, p.Welcome], None] | None = None,
+    ) -> None:
         """find(): the store's address; starts a private store if there is none.
 
-        user: may run it, beside our own user and root.
+        user: may run it, beside our own user and root. serve(): uses a connection on this thread
+        until that ends; KVStoreError counts as a refusal. None: connections are for take().
         """
+        self.hello = hello
         self.refused: KVStoreError | None = None  # by the last store that answered
-        self._find = find
-        self._hello = hello
-        self._user = user
-        self._stop = threading.Event()
+        self.refusals = Refusals()
+        self.stop = threading.Event()
+        self._find, self._user, self._serve = find, user, serve
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._refusals = Refusals()
         self._ready: deque[tuple[Link, p.Welcome]] = deque()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start making a connection, unless one is ready for take()."""
-        if self._stop.is_set():
+        if self.stop.is_set():
             return
         if self._thread is not None and self._thread.is_alive():
             os.eventfd_write(self._wake, 1)  # the last connection may have been closed
             return
-        self._thread = threading.Thread(target=self._run, name="kvstore-attach", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvstore-link", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._stop.is_set():
+        while not self.stop.is_set():
             try:
-                attached = attach(self._find, self._hello, self._stop, self._user)
+                attached = attach(self._find, self.hello, self.stop, self._user)
+                if attached is not None:
+                    (self._serve or self._offer)(*attached)
             except KVStoreError as exc:
-                self.refused = exc.with_traceback(None)  # which would keep what failed
-                self._stop.wait(self._refusals.wait_s(exc))
-                continue
-            if attached is not None:
-                self.refused = None
-                self._refusals.attached()
-                self._offer(attached)
+                # Not for good: a worker is refused only in a session that has the other half, and
+                # a store may come back with other settings.
+                if not self.stop.is_set():
+                    self.refused = exc.with_traceback(None)  # which would keep what failed
+                    self.stop.wait(self.refusals.wait_s(exc))
 
-    def _offer(self, attached: tuple[Link, p.Welcome]) -> None:
+    def _offer(self, link: Link, welcome: p.Welcome) -> None:
         """Offer a connection to take(); return when either end has closed it."""
-        link, closed = attached[0], select.poll()
+        self.refused = None
+        self.refusals.attached()
+        attached, closed = (link, welcome), select.poll()
         closed.register(link.fileno(), select.POLLRDHUP)
         closed.register(self._wake, select.POLLIN)
         self._ready.append(attached)
-        while link.fileno() >= 0 and not self._stop.is_set():
+        while link.fileno() >= 0 and not self.stop.is_set():
             if any(fd != self._wake for fd, _ in closed.poll()):
                 break
             os.eventfd_read(self._wake)
-        self._stop.wait(_RETRY_S[0])
+        self.stop.wait(_RETRY_S[0])
         with contextlib.suppress(ValueError):
             self._ready.remove(attached)  # unless it was taken
             link.close()
@@ -291,8 +299,8 @@ class Attacher:
 
     def close(self) -> None:
         """Stop connecting and close a connection that was not taken; safe to call twice."""
-        if not self._stop.is_set():
-            self._stop.set()
+        if not self.stop.is_set():
+            self.stop.set()
             os.eventfd_write(self._wake, 1)
             if self._thread is not None:
                 self._thread.join()

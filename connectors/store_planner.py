@@ -115,12 +115,16 @@ class StorePlanner:
         first, free, groups = tracked.cursor, self._client.credits, len(self._batches)
         while first < end and len(free) >= groups:
             if first + 1 == end:  # most steps complete one block of a request
-                stop = end
+                self._gather_block(tracked, first, table)
+                first = end
             else:
                 stop = min(end, first + JOB_BLOCKS_MAX, first + len(free) // groups)
-            if stop - first < RUN_BLOCKS_MIN or not self._gather_run(tracked, first, stop, table):
-                self._gather_each(tracked, first, stop, table)
-            first = stop
+                if stop - first < RUN_BLOCKS_MIN or not self._gather_run(
+                    tracked, first, stop, table
+                ):
+                    for index in range(first, stop):
+                        self._gather_block(tracked, index, table)
+                first = stop
             if self._gathered >= JOB_BLOCKS_MAX * groups:
                 self._close_job()
         tracked.cursor = first
@@ -153,34 +157,31 @@ class StorePlanner:
             self._events.stored(tracked.request, first, end)
         return True
 
-    def _gather_each(
-        self, tracked: TrackedRequest, first: int, end: int, table: BlockTable
-    ) -> None:
-        """Gather block by block, all groups of one before the next."""
+    def _gather_block(self, tracked: TrackedRequest, index: int, table: BlockTable) -> None:
+        """Gather one block, of every group that has it and whose store lacks it."""
         hashes, every = tracked.request.block_hashes, self._hashes_per_block
+        last, before = (index + 1) * every - 1, self._gathered
+        block_hash = hashes[last]
+        parent_hash = hashes[last - every] if index else b""
         free, known = self._client.credits, self._client.known
-        parent_hash = hashes[first * every - 1] if first else b""
-        for index in range(first, end):
-            block_hash, before = hashes[(index + 1) * every - 1], self._gathered
-            for batch, present in zip(self._batches, tracked.present, strict=True):
-                per_block = batch.engine_blocks
-                ids = table[batch.group][index * per_block : (index + 1) * per_block]
-                key = block_hash + batch.suffix
-                if (
-                    len(ids) == per_block
-                    and 0 not in ids
-                    and (index >= present.end or index not in present)
-                    and key not in known
-                ):
-                    batch.ids += ids
-                    batch.slots.append(free.popleft())
-                    batch.keys.append(key)
-                    rooted = batch.rooted or not parent_hash
-                    batch.parents.append(b"" if rooted else parent_hash + batch.suffix)
-                    self._gathered += 1
-            if self._gathered > before:
-                self._events.stored(tracked.request, index, index + 1)
-            parent_hash = block_hash
+        for batch, present in zip(self._batches, tracked.present, strict=True):
+            per_block = batch.engine_blocks
+            ids = table[batch.group][index * per_block : (index + 1) * per_block]
+            key = block_hash + batch.suffix
+            if (
+                len(ids) == per_block
+                and 0 not in ids
+                and (index >= present.end or index not in present)
+                and key not in known
+            ):
+                batch.ids += ids
+                batch.slots.append(free.popleft())
+                batch.keys.append(key)
+                rooted = batch.rooted or not parent_hash
+                batch.parents.append(b"" if rooted else parent_hash + batch.suffix)
+                self._gathered += 1
+        if self._gathered > before:
+            self._events.stored(tracked.request, index, index + 1)
 
     def has_partial(self, partial: PartialBlock, table: BlockTable) -> bool:
         """Return True if all groups have the engine blocks of a partly filled last block."""
@@ -226,10 +227,15 @@ class StorePlanner:
         number = self._next_job
         self._next_job += 1
         batches = self._batches
-        ids = tuple(block for batch in batches for block in batch.ids)
-        slots = tuple(slot for batch in batches for slot in batch.slots)
-        keys = tuple(key for batch in batches for key in batch.keys)
-        parents = tuple(parent for batch in batches for parent in batch.parents)
+        ids: list[int] = []
+        slots: list[int] = []
+        keys: list[bytes] = []
+        parents: list[bytes] = []
+        for batch in batches:
+            ids += batch.ids
+            slots += batch.slots
+            keys += batch.keys
+            parents += batch.parents
         sizes = tuple(len(batch.ids) for batch in batches)
         for batch in batches:
             whole = len(batch.slots) - partial_blocks
@@ -238,8 +244,11 @@ class StorePlanner:
             )
             batch.clear()
         self._sources[number] = frozenset(ids)
-        spec = EngineSpec(ids, sizes, (0,) * len(sizes))
-        self._jobs.append(StoreJob(number, self._client.session, spec, slots, keys, parents))
+        spec = EngineSpec(tuple(ids), sizes, (0,) * len(sizes))
+        job = StoreJob(
+            number, self._client.session, spec, tuple(slots), tuple(keys), tuple(parents)
+        )
+        self._jobs.append(job)
         self._client.stats["store_blocks"] += len(slots)
         self._gathered = 0
 

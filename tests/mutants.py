@@ -449,36 +449,57 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("metrics -k M3", "self.counts.update(dict.fromkeys(zeros(tiers), 0))"),
     ),
     "connectors/scheduler.py": (
-        ("step_loads -k O6", "and len(self._requests) == 1", ""),
-        (
-            "step_loads -k O6",
-            "and self._scheduled.keys() <= self._ended | self._requests.keys()",
-            "",
-        ),
-        ("step_loads -k O6", "and tracked.remote is NO_REMOTE", ""),
-        ("step_loads -k O6", "and tracked.repeatable", ""),
-        ("step_loads -k O6", "and not grant.sources", ""),
-        ("step_loads -k O6", "and not any(hits.has_direct for hits in grant.hits)", ""),
-        ("step_loads -k O6", "and loads.fits(-(-tokens // self._geometry.block_tokens))", ""),
+        ("step_loads -k O6", "len(requests) == 1 and ", ""),
+        ("step_loads -k O6", " and self._scheduled.keys() <= self._ended | requests", ""),
         ("step_loads -k O6", "asynchronous = beside or ", "asynchronous = "),
         ("step_loads -k O6", "beside or transfer.direct or ", "beside or "),
         ("step_loads -k O6", "or not StepLoads.serves(geometry.rules)", ""),
         ("step_loads -k O6", "self._ended.add(request_id)"),
         ("step_loads -k O15", "= self._beside or tracked.in_step", "= self._beside"),
-        (
-            "step_loads -k O15",
-            "self._loaded_blocks = list(ids[first:])",
-            "pass",
-        ),
+    ),
+    "connectors/step_loads.py": (
+        ("step_loads -k O6", "tracked.remote is NO_REMOTE\n            and ", ""),
+        ("step_loads -k O6", "and tracked.repeatable", ""),
+        ("step_loads -k O6", "and not grant.sources", ""),
+        ("step_loads -k O6", "and not any(hits.has_direct for hits in grant.hits)", ""),
+        ("step_loads -k O6", "and blocks * self._block_bytes <= self._bytes_max", ""),
+        ("step_loads -k O15", "self._blocks = list(ids[first:])"),
     ),
     "connectors/worker.py": (
         ("worker_half -k O15_a_load_in_a", "self._bad_blocks.update(task.job.engine.block_ids)"),
         (
             "worker_half -k O6_a_load_in_a_step",
-            "self._runner.wait(lambda: all(task.outcome is not None for task in tasks))",
+            "self._copies.runner.wait(lambda: all(task.outcome is not None for task in tasks))",
         ),
-        ("worker_half -k O8_a_load_in_a_step", "wait_ns = 0 if job.in_step else", "wait_ns ="),
         ("worker_half -k in_a_step", ") if outcome.task.job.in_step else (outcome.", "outcome."),
+    ),
+    "connectors/worker_copies.py": (
+        ("worker_half -k O8_a_load_in_a_step", "wait_ns = 0 if job.in_step else", "wait_ns ="),
+        (
+            "worker_half -k O15_a_load_in_a_step_without_its_session",
+            "or job.session != session.number:\n            return self._abandon",
+            "or not job.slots:\n            return self._abandon",
+        ),
+    ),
+    "connectors/copies/host.py": (
+        ("host_copies -k one_run", " & (np.diff(number) == 0)", ""),
+        ("host_copies -k one_run", "(np.diff(group) == 0) & ", ""),
+    ),
+    "connectors/load_planner.py": (
+        (
+            "scheduler_half step_loads -k O9",
+            "session=0 if found is None else self._client.session",
+            "session=self._client.session",
+        ),
+    ),
+    "connectors/request_lookups.py": (
+        ("scheduler_half -k O20", "if self._client.clock() >= grant.until_ns:"),
+        ("lease_queue", "self.queue.add(tracked)"),
+        (
+            "scheduler_offers -k keeps_no_copy",
+            "tracked.ask, tracked.query = 0, NO_QUERY",
+            "tracked.ask = 0",
+        ),
     ),
     "connectors/store_client.py": (
         ("scheduler_edges -k O8_no_set", "if len(known) >= SET_KEYS_MAX:"),

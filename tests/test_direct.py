@@ -233,7 +233,7 @@ def test_B15_direct_an_agent_that_could_not_be_made_anew_is_made_later(
         raise MoveError(f"a test: {size} bytes at {address:#x}", "refused")
 
     with nodes(tmp_path, push=push, stored=3) as made:
-        direct = made.rigs[1].ranks[0].half._direct
+        direct = made.rigs[1].ranks[0].half._copies.direct
         assert direct is not None
         with monkeypatch.context() as patch:
             patch.setattr(Agent, "register", refuse)

@@ -77,7 +77,7 @@ def test_B19_direct_what_was_overwritten_while_it_was_read_is_read_again_from_sl
 
 def told(rank: Rank) -> bool:
     """Whether a worker has been told where blocks are."""
-    direct = rank.half._direct
+    direct = rank.half._copies.direct
     return direct is not None and bool(direct._inbox)
 
 
@@ -98,7 +98,7 @@ def test_B15_direct_what_an_engine_whose_agent_is_gone_has_is_read_from_slots(
         assert made.brings(made.ask(), range(4))[GPU] == 4  # agents that never met can hang
         grant = made.ask()
         eventually(lambda: all(told(rank) for rank in made.rigs[1].ranks))
-        direct = made.rigs[0].ranks[0].half._direct
+        direct = made.rigs[0].ranks[0].half._copies.direct
         assert direct is not None
         direct._agent._agent = None  # of one rank
         assert made.brings(grant, range(4))[CPU] == 4
@@ -396,7 +396,7 @@ def test_O13_direct_nothing_is_moved_into_blocks_that_are_still_computed_with(
 ) -> None:
     with nodes(tmp_path, push=push, stored=3) as made:
         rig, device = made.rigs[1], Behind()
-        rig.ranks[0].half._device = device
+        rig.ranks[0].half._copies._device = device
         job = rig.load_job("r", made.ask(), range(4, 7))
         rig.ranks[0].half.start_loads(StepMeta(loads=(job,)))
         eventually(lambda: told(rig.ranks[0]))
@@ -418,7 +418,7 @@ def test_L1_direct_an_engine_that_is_far_ahead_of_its_GPU_has_time_for_its_loads
     """Longer than blocks may be late: that begins when they can be moved."""
     with nodes(tmp_path, push=push, engine='promote = "1s"\n', stored=3) as made:
         rig, device = made.rigs[1], Behind()
-        rig.ranks[0].half._device = device
+        rig.ranks[0].half._copies._device = device
         job = rig.load_job("r", made.ask(), range(4, 7))
         rig.ranks[0].half.start_loads(StepMeta(loads=(job,)))
         time.sleep(1.3)
@@ -434,10 +434,10 @@ def test_O15_direct_a_GPU_that_has_failed_fails_the_load(
         device = Behind()
         device.error = TierIOError("a test")
         half = made.rigs[1].ranks[0].half
-        half._device = device
+        half._copies._device = device
         job = made.rigs[1].load_job("r", made.ask(), range(4, 7))
         with pytest.MonkeyPatch.context() as patch:  # as if a disk still filled some of its slots
-            patch.setattr(half, "_advance_slots", lambda *_: False)
+            patch.setattr(half._copies, "_advance_slots", lambda *_: False)
             half.start_loads(StepMeta(loads=(job,)))
             time.sleep(LONG_S)
         eventually(lambda: made.rigs[1].collect() and made.rigs[1].ended)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from connectors.direct_reads import DirectTransfers, PeerWrite, WriteEnd
-from connectors.worker import StoreTask
+from connectors.worker_copies import StoreTask
 from tests.harness.live import eventually
 from tests.harness.worker_rig import BLOCKS
 from tests.test_direct import Nodes, nodes
@@ -38,11 +38,11 @@ def test_L1_direct_a_prompt_is_pushed_from_engine_memory_into_engine_memory(
         assert all(rank.untouched([*range(9), *range(14, BLOCKS)]) for rank in made.rigs[1].ranks)
         assert (found[GPU], found.get(CPU)) == (5, None)
         assert moved(made) == (0, 5 * part(made))
-        results = made.rigs[0].ranks[0].half._runner._results
+        results = made.rigs[0].ranks[0].half._copies.runner._results
         assert all(isinstance(outcome.task, StoreTask) for outcome in results), (
             "nobody takes them while it is idle"
         )
-    ended = [rank.half._direct for rig in made.rigs for rank in rig.ranks]
+    ended = [rank.half._copies.direct for rig in made.rigs for rank in rig.ranks]
     assert not any(direct is None or direct._agent.name for direct in ended), "UCX's threads go on"
 
 
@@ -81,7 +81,7 @@ def test_B15_direct_what_an_engine_whose_agent_is_gone_has_is_pushed_from_slots(
     tmp_path: Path, ranks: tuple[int, int]
 ) -> None:
     with nodes(tmp_path, ranks, serving=True, push=True, stored=4) as made:
-        direct = made.rigs[0].ranks[0].half._direct
+        direct = made.rigs[0].ranks[0].half._copies.direct
         assert direct is not None
         direct._agent._agent = None  # of one rank
         assert made.brings(made.ask(), range(9, 13))[CPU] == 4
@@ -94,7 +94,7 @@ def test_B15_direct_a_write_that_fails_has_its_load_computed(
     """Some of it may still come, so the decode engine's agent ends; the next load is good."""
     real = DirectTransfers.advance_write
     with nodes(tmp_path, serving=True, push=True, stored=4) as made:
-        reader = made.rigs[1].ranks[0].half._direct
+        reader = made.rigs[1].ranks[0].half._copies.direct
         assert reader is not None
         agent = reader._agent.name
         failed: Mapping[object, str] = {} if raises else defaultdict(lambda: "failed")

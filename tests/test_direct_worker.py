@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.copies.host import LayerCache
+from connectors.copies.host import Device, LayerCache
 from connectors.direct_reads import CANCEL_NS, DirectTransfers, PeerLoad
 from connectors.engine_agent import NETWORKS, AgentTransfer, EngineAgent
 from connectors.load_progress import LoadDeadline
 from connectors.step_meta import EngineSpec, LoadJob
-from connectors.worker import LoadTask, WorkerHalf
+from connectors.worker_copies import Copies, LoadTask
 from kvstore.core.errors import TierIOError
 from kvstore.core.layout import GroupLayout, LayerRun, Move, PageRun, RankLayout, RankPages
 from kvstore.wire import engine as p
@@ -324,12 +324,12 @@ def test_O14_direct_a_load_whose_session_is_over_waits_until_its_blocks_are_writ
         worker.reader.hangs = True
         worker.places(4)
         assert not worker.advance()
-    half = WorkerHalf.__new__(WorkerHalf)
-    half._direct, half._deadlines = worker.reads, {}
+    copies = Copies(Device(), (1,), worker.reads)
     task = LoadTask(worker.job, 0, peer=worker.load)
-    assert half._abandon(task, 0) is None, "engine blocks may be written"
+    assert copies._abandon(task, 0) is None, "engine blocks may be written"
     worker.reader.hangs = False
-    outcome = half._abandon(task, CANCEL_NS if push else 1)
+    outcome = copies._abandon(task, CANCEL_NS if push else 1)
+    copies.runner.close()
     assert outcome is not None
     assert not outcome.ok
     assert worker.reader.restarts == push

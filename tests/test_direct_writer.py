@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from connectors.copies.host import SlotMap
+from connectors.copies.host import Device, HostCopier
 from connectors.direct_reads import CANCEL_NS, LATE_MAX, WRITE_NS, DirectTransfers, PeerWrite
 from connectors.engine_agent import AgentTransfer, overlaps_of
 from connectors.store_connection import Link
-from connectors.worker import WorkerHalf, WriteTask
+from connectors.worker import WorkerHalf
+from connectors.worker_copies import Copies, Session
 from kvstore.core.errors import TierError
-from kvstore.core.layout import PageRun, RankPages
+from kvstore.core.layout import PageRun, RankLayout, RankPages
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.harness.fakes import u32
 from tests.test_direct_worker import Reader
-from tiers.runner import NOTHING, Runner
 
 # The worker
 
@@ -111,53 +111,54 @@ def test_B20_direct_many_writes_that_do_not_end_end_with_the_agent() -> None:
     assert not made._late
 
 
-def half_of(made: DirectTransfers) -> tuple[WorkerHalf, Link, list[framing.Message]]:
-    """A worker that has begun give 7, its link, and what it says."""
+@contextmanager
+def copies_of(made: DirectTransfers) -> Iterator[tuple[Copies, Session, list[framing.Message]]]:
+    """A worker's copies, its session, and what it says."""
     said: list[framing.Message] = []
-    half, link = WorkerHalf.__new__(WorkerHalf), Link.__new__(Link)
+    link = Link.__new__(Link)
     link.send = said.append  # type: ignore[method-assign, assignment]
-    half._direct, half._link, half._writes_open = made, link, {7}
-    return half, link, said
+    session = Session(link, p.Welcome(1), HostCopier({}, RankLayout(0, ())))
+    copies = Copies(Device(), (1,), made)
+    copies.session = session
+    yield copies, session, said
+    copies.runner.close()
 
 
 def test_O14_direct_a_write_of_a_session_that_is_over_is_not_begun_and_says_so() -> None:
     made, writer, giving = worker()
-    half, link, said = half_of(made)
-    half._link = None
-    assert half._copy(WriteTask(giving, link)) is NOTHING
-    assert said == [p.BlocksWritten(7, "none", 0)]
-    assert not writer.written
-    half._link = link
-    assert half._copy(WriteTask(giving, link)) is NOTHING
-    assert said[1:] == [p.BlocksWritten(7, "all", 64)]
-    assert not half._writes_open
+    with copies_of(made) as (copies, session, said):
+        copies.session = None
+        copies.write(giving, session)
+        copies.runner.drain()
+        assert said == [p.BlocksWritten(7, "none", 0)]
+        assert not writer.written
+        copies.session = session
+        copies.write(giving, session)
+        copies.runner.drain()
+        assert said[1:] == [p.BlocksWritten(7, "all", 64)]
+        assert not copies._writes_open
 
 
 def test_B15_direct_a_store_hears_of_a_write_whatever_has_happened() -> None:
     made, _, giving = worker()
-    half, link, said = half_of(made)
     made.advance_write = dict[int, str]().pop  # type: ignore[method-assign, assignment]
-    half._runner = Runner("test", half._copy, half._raised)
-    half._runner.submit(WriteTask(giving, link))
-    half._runner.close()
+    with copies_of(made) as (copies, session, said):
+        copies.write(giving, session)
     assert said == [p.BlocksWritten(7, "failed", 0)]
-    assert not half._writes_open
+    assert not copies._writes_open
 
 
 def test_P8_direct_memory_is_unmapped_whatever_is_written_to_peers() -> None:
     """The link thread waits for nobody else: peers' words on loads come through it."""
     made, writer, giving = worker()
     writer.hangs = True
-    half, link, said = half_of(made)
-    half._slots, half._writes_open, half._idle_loads = SlotMap(), set(), set()
-    half._stop = threading.Event()
-    half._runner = Runner("test", half._copy, lambda *_: NOTHING)
-    assert half._handle(link, [giving.message, p.Extent(3)])
-    assert said == [p.Mapped(3, gone=True)]
-    writer.hangs = False
-    half._runner.drain()
-    assert said[1:] == [p.BlocksWritten(7, "all", 64)]
-    half._runner.close()
+    half = WorkerHalf.__new__(WorkerHalf)
+    with copies_of(made) as (half._copies, session, said):
+        assert half._handle(session, [giving.message, p.Extent(3)])
+        assert said == [p.Mapped(3, gone=True)]
+        writer.hangs = False
+        half._copies.runner.drain()
+        assert said[1:] == [p.BlocksWritten(7, "all", 64)]
 
 
 # Which bytes both have

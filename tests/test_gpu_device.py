@@ -34,6 +34,7 @@ from tests.harness.gpu_layouts import (
     random_engine,
     some_moves,
 )
+from tests.harness.moves import rows
 from tests.test_gpu_plan import BLOCKS, SLOTS, slots_for
 
 KERNEL = CHOICES["kernel"]
@@ -64,7 +65,7 @@ class Rig:
 
     def copy(self, moves: list[Move], *, store: bool, after: int | None = None) -> Queued:
         mark = self.device.mark() if after is None else after
-        return self.copier.copy(moves, self.slots, store=store, after=mark)
+        return self.copier.copy(rows(moves), self.slots, store=store, after=mark)
 
     def finish(self, *copies: Queued) -> None:
         for copy in copies:

@@ -36,6 +36,7 @@ from tests.harness.gpu_layouts import (
     some_moves,
 )
 from tests.harness.gpu_twin import items
+from tests.harness.moves import rows
 
 BLOCKS, SLOTS = 7, 6
 
@@ -63,7 +64,7 @@ def move_all(engine: Words, slot: Words, sizes: Words, *, store: bool) -> None:
 def run(
     groups: tuple[GroupPlan, ...], moves: list[Move], slots: SlotMap, *, how: str, store: bool
 ) -> None:
-    for group, places in places_of(moves, slots, groups):
+    for group, places in places_of(rows(moves), slots, groups):
         plan = groups[group]
         table = items(plan.tiles, places) if how == "kernel" else copies_of(plan.runs, places)
         move_all(*table, store=store)
@@ -124,7 +125,7 @@ def test_the_copier_for_host_memory_fills_slots_with_the_same_bytes(seed: int) -
     theirs, two = slots_for(engine)
     moves = some_moves(engine, rng, BLOCKS, 2 * SLOTS)
     run(plans(engine.layout, engine.caches, store=True), moves, ours, how="kernel", store=True)
-    HostCopier(engine.caches, engine.layout).copy(moves, theirs, store=True)
+    HostCopier(engine.caches, engine.layout).copy(rows(moves), theirs, store=True)
     for a, b in zip(one, two, strict=True):
         assert torch.equal(a.data, b.data)
 
@@ -162,7 +163,7 @@ def test_a_block_that_the_engine_has_not_is_refused(block: int) -> None:
     slots, _ = slots_for(engine)
     groups = plans(engine.layout, engine.caches, store=False)
     with pytest.raises(TierError, match=f"engine block {block}, the engine has {BLOCKS}"):
-        places_of([Move(0, 1, 0, 0), Move(0, block, 1, 0)], slots, groups)
+        places_of(rows([Move(0, 1, 0, 0), Move(0, block, 1, 0)]), slots, groups)
 
 
 def test_a_slot_that_is_not_mapped_and_a_group_that_is_not_there_are_refused() -> None:
@@ -170,9 +171,9 @@ def test_a_slot_that_is_not_mapped_and_a_group_that_is_not_there_are_refused() -
     slots, _ = slots_for(engine)
     groups = plans(engine.layout, engine.caches, store=False)
     with pytest.raises(TierError, match="not mapped"):
-        places_of([Move(0, 1, 2 * SLOTS, 0)], slots, groups)
+        places_of(rows([Move(0, 1, 2 * SLOTS, 0)]), slots, groups)
     with pytest.raises(TierError, match="group 1, the engine has 1"):
-        places_of([Move(1, 1, 0, 0)], slots, groups)
+        places_of(rows([Move(1, 1, 0, 0)]), slots, groups)
 
 
 def test_a_layer_of_other_size_or_none_is_refused() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -203,12 +204,14 @@ def test_O15_a_slot_that_is_reused_under_a_copy_fails_the_load(
     gpu.cuda.held.add(gpu.loads)
     gpu.half.start_loads(StepMeta(loads=(job,)))
     eventually(lambda: not gpu.cuda.idle)
-    extent, position = gpu.half._slots.place(job.slots[1])
-    extent.generations[position // extent.slot_bytes] += 2
+    session = gpu.half._copies.session
+    assert session is not None
+    ((extent, _, positions),) = session.slots.places(np.array(job.slots[1:2]))
+    extent.generations[positions] += 2
     gpu.cuda.held.clear()
     eventually(lambda: gpu.rig.collect() and gpu.rig.ended)
     assert gpu.rig.ended == [(0, "r", True)]
-    extent.generations[position // extent.slot_bytes] -= 2
+    extent.generations[positions] -= 2
 
 
 @pytest.mark.parametrize("call", ["launch", "wait"])
@@ -240,11 +243,11 @@ def test_O23_the_connection_closes_after_the_last_copy_has_ended_on_the_device(
     gpu.cuda.held |= {gpu.loads, gpu.stores}
     gpu.half.after_forward(StepMeta(stores=(job,)))
     gpu.half.start_loads(StepMeta(loads=(load,)))
-    eventually(lambda: gpu.half._stores_open[job.job_id].copying is not None)
+    eventually(lambda: gpu.half._copies.stores_open[job.job_id].copying is not None)
     eventually(lambda: len(gpu.cuda.calls) and gpu.cuda.calls["launch"] >= 3)
     gpu.rig.client.close()  # ends the session: the worker is told to detach
     sessions = store.server.store.sessions
-    eventually(lambda: not gpu.half._session)
+    eventually(lambda: not gpu.half._copies.session)
     time.sleep(LONG_S)
     gpu.rig.collect()
     assert "engine" in sessions
@@ -256,7 +259,7 @@ def test_O23_the_connection_closes_after_the_last_copy_has_ended_on_the_device(
     eventually(lambda: gpu.rig.collect() and gpu.rig.ended and len(gpu.rig.over) == 2)
     assert gpu.rig.ended == [(0, "r", True)], "its lease went with the session"
     eventually(lambda: "engine" not in sessions or not sessions["engine"].granted)
-    eventually(lambda: not gpu.cuda.pinned_ranges or gpu.half._session)
+    eventually(lambda: not gpu.cuda.pinned_ranges or gpu.half._copies.session)
 
 
 def test_O17_shutdown_finishes_copies_and_unregisters_memory(store: LiveStore) -> None:
@@ -279,9 +282,11 @@ def test_memory_that_the_store_takes_back_is_unregistered_first(start: Start) ->
     gpu = start()
     assert gpu.cuda.pinned_ranges
     sent: list[framing.Message] = []
-    link = SimpleNamespace(send=sent.append)
-    (number,) = gpu.half._slots._extents
-    assert gpu.half._handle(link, [p.Extent(number)])  # type: ignore[arg-type]
+    session = gpu.half._copies.session
+    assert session is not None
+    session.link = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
+    (number,) = session.slots._extents
+    assert gpu.half._handle(session, [p.Extent(number)])
     assert gpu.cuda.pinned_ranges == {}
     assert sent == [p.Mapped(number, gone=True)]
 
@@ -300,7 +305,7 @@ def test_memory_that_cannot_be_pinned_is_said_and_tried_again(
     try:
         half = rig.ranks[0].half
         eventually(lambda: cudas[0].calls.get("pin", 0) >= 2)
-        assert "ulimit -l" in str(half.refused)
+        assert "ulimit -l" in str(half._attacher.refused)
         said = [r for r in caplog.records if "ulimit -l" in r.message]
         assert len(said) == 1, "once, not at every attempt"
         cudas[0].refuse.clear()

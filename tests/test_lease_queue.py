@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.scheduler import LOADING_LIMIT_NS
+from connectors.request_lookups import LOADING_LIMIT_NS
 from tests.harness.script import Request, Script
 
 

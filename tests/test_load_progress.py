@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from connectors.copies.host import Copying
 from connectors.load_progress import LoadDeadline, SlotLoad
-from connectors.step_meta import EngineSpec, LoadJob
-from kvstore.core.layout import Move
+from connectors.step_meta import SLOT, EngineSpec, LoadJob, Moves
 
 LEASED = 7
 
@@ -23,8 +22,8 @@ class Memory:
         self.generations = [generation] * slots
         self.calls: list[list[int]] = []
 
-    def copy(self, moves: Sequence[Move]) -> Copying:
-        self.calls.append([move.slot for move in moves])
+    def copy(self, moves: Moves) -> Copying:
+        self.calls.append(moves[:, SLOT].tolist())
         return Copying(len(moves))
 
     def now(self, slots: NDArray[np.int64]) -> NDArray[np.uint32]:

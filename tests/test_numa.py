@@ -98,7 +98,9 @@ def test_a_worker_maps_memory_that_follows_the_setting(tmp_path: Path) -> None:
         rig = Rig(store.path)
         try:
             rig.attach()
-            (extent,) = rig.ranks[0].half._slots._extents.values()
+            session = rig.ranks[0].half._copies.session
+            assert session is not None
+            (extent,) = session.slots._extents.values()
             assert policy_at(extent.address) == (PREFERRED, [node])
         finally:
             rig.close()

@@ -16,6 +16,7 @@ from kvstore.core.types import Chain, GroupRule, make_key, window_rule
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
+from tests.harness.moves import listed
 from tests.harness.prefill_rig import HANDED, WINDOW, finish, prefill, tail_hash
 from tests.harness.script import BLOCK, ONE_GROUP, Request, Script
 
@@ -112,7 +113,7 @@ def test_O10_only_the_engine_blocks_of_a_tail_that_have_tokens_are_copied(
     slot = script.client.credits[0]
     assert finish(script, table)[0] == tokens
     (job,) = script.step().early
-    moves = list(pieces(job.engine, job.slots, (2,)))
+    moves = listed(pieces(job.engine, job.slots, (2,)))
     assert moves == [Move(0, 5 + part, slot, part) for part in range(parts)]
 
 
@@ -232,7 +233,7 @@ def test_B6_parts_of_a_tail_that_have_no_tokens_are_not_filled() -> None:
     script, request, _ = decode(36, 36, PARTS, ([0, 1, 2],))
     (job,) = script.load(request, [[1, 2, 3, 4, 5, 6]]).loads
     assert job.engine.block_ids == (1, 2, 3, 4, 5)
-    assert list(pieces(job.engine, job.slots, (2,)))[-1] == Move(0, 5, 2, 0)
+    assert listed(pieces(job.engine, job.slots, (2,)))[-1] == Move(0, 5, 2, 0)
 
 
 @pytest.mark.parametrize(("there", "asked"), [(0, 2), (32, 2), (38, 2), (41, 2), (39, 3), (40, 3)])

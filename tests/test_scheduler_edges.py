@@ -10,7 +10,7 @@ import pytest
 
 from connectors import store_client
 from connectors.engine_interface import Geometry
-from connectors.scheduler import LOADING_LIMIT_NS
+from connectors.request_lookups import LOADING_LIMIT_NS
 from connectors.store_client import SET_KEYS_MAX, SETS, KnownKeys
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
@@ -129,7 +129,6 @@ def test_O13_every_block_of_a_copy_is_fenced_until_all_ranks_have_ended(
 
 def test_O11_of_what_is_ready_the_latest_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_client, "SETS", 1)
-    monkeypatch.setattr(store_client, "SET_SHIFT", 64)  # 0 or -1: the one set
     monkeypatch.setattr(store_client, "SET_KEYS_MAX", 4)
     script, request = running(10 * BLOCK)
     keys = [script.key(request, index) for index in range(10)]

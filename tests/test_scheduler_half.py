@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from connectors.engine_interface import Geometry
-from connectors.scheduler import ANSWER_LIMIT_NS, LOADING_LIMIT_NS
+from connectors.request_lookups import ANSWER_LIMIT_NS, LOADING_LIMIT_NS
 from connectors.step_meta import pieces
 from kvstore.core.layout import Move
 from kvstore.core.types import GroupRule
+from tests.harness.moves import listed
 from tests.harness.script import BLOCK, MS, US, Request, Script, found, hashes
 
 PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))  # two engine blocks in a block
@@ -276,7 +277,7 @@ def test_O9_the_first_block_is_entered_part_way() -> None:
     assert job.engine.block_ids == (4, 5, 6, 7, 8)
     assert job.engine.block_indices == (3,)
     assert job.slots == (1, 2, 3)
-    assert next(pieces(job.engine, job.slots, (2,))) == Move(0, 4, 1, 1)
+    assert listed(pieces(job.engine, job.slots, (2,)))[0] == Move(0, 4, 1, 1)
 
 
 def test_O9_only_the_window_is_loaded() -> None:
@@ -333,7 +334,7 @@ def test_O19_groups_are_listed_in_order_with_0_for_nothing() -> None:
     assert job.engine.block_ids == (1, 2, 3, 4)
     assert job.slots == (0, 1, 2000, 2001)
     assert job.generations == (7,) * 4
-    moves = list(pieces(job.engine, job.slots, script.geometry.blocks_per_chunk))
+    moves = listed(pieces(job.engine, job.slots, script.geometry.blocks_per_chunk))
     assert moves == [Move(0, 1, 0, 0), Move(0, 2, 1, 0), Move(2, 3, 2000, 0), Move(2, 4, 2001, 0)]
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from connectors.engine_interface import Geometry, Step
+from connectors.request_state import NO_QUERY
 from kvstore.core.types import GroupRule
 from tests.harness.script import BLOCK, Request, Script, found, hashes, running
 
@@ -362,6 +365,44 @@ def test_a_request_is_not_looked_at_before_it_can_have_a_block() -> None:
         request.num_computed_tokens = computed
         script.half.build_meta(Step({"r": 1}, [], table))
     assert len(asked) == 2
+
+
+def calls_of_a_step(blocks: dict[str, int]) -> int:
+    """Count the Python calls of a step that completes so many blocks of each request."""
+    script = Script(credits=200)
+    requests = [Request(name, 16 * (1 + count), name) for name, count in blocks.items()]
+    for request in requests:
+        run(script, request)
+        script.step(request, 16, [[1]])
+    tables = {name: [list(range(1, count + 2))] for name, count in blocks.items()}
+    step = Step({name: 16 * count for name, count in blocks.items()}, [], tables.get)
+    script.grant_credits(100)
+    calls = 0
+
+    def count_calls(_frame: object, event: str, _what: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count_calls)
+    try:
+        meta = script.half.build_meta(step)
+    finally:
+        sys.setprofile(None)
+    assert sum(len(job.slots) for job in meta.stores) == sum(blocks.values())
+    return calls
+
+
+def test_a_step_takes_few_calls_for_a_block_and_none_for_one_of_a_run() -> None:
+    """Most steps complete a block of some requests, or a long run of one."""
+    few, many = (calls_of_a_step({f"r{n}": 1 for n in range(count)}) for count in (10, 30))
+    assert many - few <= 6 * 20
+    assert calls_of_a_step({"r": 20}) == calls_of_a_step({"r": 60})
+
+
+def test_a_request_that_runs_keeps_no_copy_of_its_hashes() -> None:
+    """The garbage collector would go through all of them."""
+    script, request = running(16 * 100)
+    assert script.half._requests[request.request_id].query is NO_QUERY
 
 
 # The store comes back

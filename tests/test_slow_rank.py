@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
 from connectors.copies.host import Copying, HostCopier, HostDevice, SlotMap
-from connectors.step_meta import StepMeta
-from kvstore.core.layout import Move, RankLayout
+from connectors.step_meta import Moves, StepMeta
+from kvstore.core.layout import RankLayout
 from kvstore.core.types import make_key
 from tests.harness.live import LiveStore, eventually, store_settings
 from tests.harness.patience import WAIT_S
@@ -38,10 +38,7 @@ class HalfWay(HostCopier):
         super().__init__(device._caches, layout)
         self._device = device
 
-    def copy(
-        self, moves: Iterable[Move], slots: SlotMap, *, store: bool, after: int = 0
-    ) -> Copying:
-        moves = list(moves)
+    def copy(self, moves: Moves, slots: SlotMap, *, store: bool, after: int = 0) -> Copying:
         half = len(moves) // 2
         copied = super().copy(moves[:half], slots, store=store, after=after).bytes
         self._device.halted = not self._device.go_on.is_set()
@@ -148,9 +145,9 @@ def test_O14_O23_a_lost_connection_ends_all_and_slots_wait_for_the_slowest_copy(
     load = rig.load_job("slow", rig.ask(chain), [8, 9, 10, 11])
     begin(rig, StepMeta(loads=(load,)) if loads else StepMeta(stores=(job,)))
     sessions, session = store.server.store.sessions, rig.client.session
-    link = rig.ranks[0].half._link
-    assert link is not None
-    link._sock.shutdown(socket.SHUT_RDWR)
+    attached = rig.ranks[0].half._copies.session
+    assert attached is not None
+    attached.link._sock.shutdown(socket.SHUT_RDWR)
     eventually(lambda: heard(rig.client) and rig.client.session != session)
     assert set(job.slots) <= sessions["engine"].granted
     slow_device(rig).go_on.set()

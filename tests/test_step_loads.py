@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from connectors import scheduler
+from connectors import request_lookups
 from connectors.copies.host import SlotMap
 from connectors.engine_interface import Geometry, Step
 from connectors.kv_transfer_params import NO_TRANSFER, Transfer
@@ -295,7 +295,7 @@ def store(tmp_path: Path) -> Iterator[LiveStore]:
 def engine(
     store: LiveStore, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Node]:
-    monkeypatch.setattr(scheduler, "IDLE_WAIT_S", WAIT_S)  # however slow the store is
+    monkeypatch.setattr(request_lookups, "IDLE_WAIT_S", WAIT_S)  # however slow the store is
     shape = Shape((Group(4),), 8, 400, budget=24)
     with node(store, request.node.name, shape, step_loads=StepLoads(BLOCK_BYTES)) as made:
         yield made

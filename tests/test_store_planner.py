@@ -91,7 +91,7 @@ class Desk:
 def copied(job: StoreJob, geometry: Geometry = ONE) -> list[tuple[int, int, int]]:
     """Engine block, slot and part of each move of a job."""
     moves = pieces(job.engine, job.slots, geometry.blocks_per_chunk)
-    return [(move.block_id, move.slot, move.part) for move in moves]
+    return [(block, slot, part) for _, block, slot, part in moves.tolist()]
 
 
 def test_blocks_of_several_requests_share_a_job() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from connectors.engine_interface import Geometry
 from connectors.pd_scheduler import STORE_LIMIT_NS
-from connectors.scheduler import IDLE_WAIT_S
+from connectors.request_lookups import IDLE_WAIT_S
 from kvstore.core.types import make_key
 from kvstore.wire import engine as p
 from tests.harness.prefill_rig import HANDED, WINDOW, prefill, tail_hash

@@ -18,6 +18,7 @@ import torch
 from connectors.copies.host import Copying, HostCopier, LayerCache, MappedExtent, SlotMap
 from connectors.step_meta import EngineSpec, LoadJob, StepMeta, StoreJob
 from connectors.worker import WorkerHalf
+from connectors.worker_copies import Copies, Session
 from kvstore.config import Config, parse
 from kvstore.core.layout import GroupLayout, LayerRun, Move, RankLayout
 from kvstore.core.types import make_key
@@ -25,6 +26,7 @@ from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.bench.steal import Watch
 from tests.harness.live import LiveStore, eventually
+from tests.harness.moves import rows
 from tests.harness.script import hashes
 from tests.harness.worker_rig import BLOCKS, LAYERS, POISON, Rank, Rig, heard
 
@@ -68,6 +70,13 @@ def two_blocks(rig: Rig, *, stale: int = 0) -> tuple[list[bytes], LoadJob]:
     chain = hashes(2)
     rig.put(chain, [1, 2])
     return chain, rig.load_job("r", rig.ask(chain), [10, 11], stale=stale)
+
+
+def session_of(rig: Rig) -> Session:
+    """What the first rank copies in."""
+    session = rig.ranks[0].half._copies.session
+    assert session is not None
+    return session
 
 
 # Bytes
@@ -132,8 +141,8 @@ def test_B13_heads_that_another_rank_writes_are_read_only(writes: bool) -> None:
     run = LayerRun("layer", 0, size, writes)
     layout = RankLayout(PAGE, (GroupLayout(size, (run,)),))
     copier = HostCopier({"layer": LayerCache(engine, 0, size, size)}, layout)
-    assert copier.copy([Move(0, 0, 0, 0)], slots, store=True).bytes == (size if writes else 0)
-    assert copier.copy([Move(0, 1, 0, 0)], slots, store=False).bytes == size
+    assert copier.copy(rows([Move(0, 0, 0, 0)]), slots, store=True).bytes == (size if writes else 0)
+    assert copier.copy(rows([Move(0, 1, 0, 0)]), slots, store=False).bytes == size
     assert engine[size:].tolist() == [int(writes)] * size
 
 
@@ -151,15 +160,15 @@ def test_O15_a_slot_that_was_reused_fails_the_load(rig: Rig) -> None:
 def test_O23_memory_is_given_back_while_a_load_waits_for_long(rig: Rig) -> None:
     """What it leases is not what goes; its store would end the session of who keeps it waiting."""
     _, waits = two_blocks(rig, stale=1)
-    half = rig.ranks[0].half
-    half._wait_ns = half._limit_ns = 600 * 10**9
+    half, session = rig.ranks[0].half, session_of(rig)
+    session.wait_ns = session.limit_ns = 600 * 10**9
     half.start_loads(StepMeta(loads=(waits,)))
     said: list[framing.Message] = []
-    link = SimpleNamespace(send=said.append)
-    unmap = threading.Thread(target=half._handle, args=(link, [p.Extent(99)]), daemon=True)
+    told = SimpleNamespace(link=SimpleNamespace(send=said.append), slots=session.slots)
+    unmap = threading.Thread(target=half._handle, args=(told, [p.Extent(99)]), daemon=True)
     unmap.start()
     eventually(lambda: said == [p.Mapped(99, gone=True)])
-    assert half._loads_open == {"r"}
+    assert half._copies.loads_open == {"r"}
 
 
 def test_a_request_that_loads_again_gets_what_the_second_job_names(rig: Rig) -> None:
@@ -178,7 +187,7 @@ def test_O15_a_load_whose_slot_is_never_filled_fails_in_time_and_holds_up_nobody
     chain, more = hashes(2), hashes(2, "more")
     rig.put(chain, [1, 2])
     half = rig.ranks[0].half
-    half._wait_ns = 1_000_000_000
+    session_of(rig).wait_ns = 1_000_000_000
     coming = rig.load_job("waits", rig.ask(chain), [10, 11], stale=1)
     half.start_loads(StepMeta(loads=(coming,)))
     started, watch = time.monotonic(), Watch()
@@ -285,7 +294,7 @@ def run_in_step(rig: Rig, job: LoadJob) -> set[int]:
     """Run a load in a step; the engine blocks that it did not fill, as its report has it."""
     half = rig.ranks[0].half
     half.start_loads(StepMeta(loads=(in_step(job),)))
-    assert half._loads_open == set()
+    assert half._copies.loads_open == set()
     rig.collect()
     return half.take_bad_blocks()
 
@@ -342,8 +351,8 @@ def test_O15_a_slot_that_is_reused_while_a_step_waits_for_its_copy_fails_the_loa
 
 def test_O8_a_load_in_a_step_waits_for_no_block_that_is_still_to_come(rig: Rig) -> None:
     chain, job = two_blocks(rig, stale=1)
-    half = rig.ranks[0].half
-    half._wait_ns = half._limit_ns = 30 * 10**9
+    session = session_of(rig)
+    session.wait_ns = session.limit_ns = 30 * 10**9
     started = time.monotonic()
     assert run_in_step(rig, job) == {10, 11}
     assert time.monotonic() - started < 20
@@ -362,7 +371,7 @@ def test_O15_a_load_in_a_step_that_raises_fails(rig: Rig, monkeypatch: pytest.Mo
     def bug(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(WorkerHalf, "_load", bug)
+    monkeypatch.setattr(Copies, "_load", bug)
     assert run_in_step(rig, job) == {10, 11}
 
 
@@ -418,7 +427,7 @@ def test_O23_the_connection_closes_after_the_last_copy(
     assert copying.wait(600)
     rig.client.close()  # ends the session: the worker is told to detach
     sessions = store.server.store.sessions
-    eventually(lambda: not rig.ranks[0].half._session)
+    eventually(lambda: not rig.ranks[0].half._copies.session)
     time.sleep(0.2)
     assert "engine" in sessions
     assert set(job.slots) <= sessions["engine"].granted
@@ -484,7 +493,7 @@ def test_a_store_that_cannot_serve_us_says_why(config: Config) -> None:
         alone = WorkerHalf(
             "wrong", 0, 1, wrong.geometry, wrong.caches, lambda: store.path
         )  # fmt: skip
-        eventually(lambda: alone.refused)
-        assert "heads" in str(alone.refused)
+        eventually(lambda: alone._attacher.refused)
+        assert "heads" in str(alone._attacher.refused)
         for half in (alone, wrong.half, *(rank.half for rank in ranks)):
             half.shutdown()

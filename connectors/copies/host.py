@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from connectors.step_meta import BLOCK, GROUP, PART, SLOT, Moves
 from kvstore.core.errors import NotSupported, TierError
-from kvstore.core.layout import GroupLayout, LayerRun, Move, RankLayout
+from kvstore.core.layout import GroupLayout, LayerRun, RankLayout
 
 
 class LayerCache(msgspec.Struct, frozen=True):
@@ -143,31 +144,27 @@ class SlotMap:
         self._by_first.clear()
         return extents
 
-    def place(self, slot: int) -> tuple[MappedExtent, int]:
-        """Return the extent of a slot and the slot's offset. Raises TierError if unknown."""
-        number, position = divmod(slot, self._per_extent)
-        extent = self._by_first.get(number)
-        if extent is None:
-            raise TierError(f"slot {slot} is not mapped here")
-        return extent, position * extent.slot_bytes
-
     def generations(self, slots: NDArray[np.int64]) -> NDArray[np.uint32]:
         """Return slots' generations as they are now. Raises TierError for one not mapped here."""
         found = np.empty(len(slots), np.uint32)
-        for extent, here, positions in self._places(slots):
+        for extent, here, positions in self.places(slots):
             found[here] = extent.generations[positions]
         return found
 
     def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return where slots begin in this process. Raises TierError for one not mapped here."""
         found = np.empty(len(slots), np.uint64)
-        for extent, here, positions in self._places(slots):
+        for extent, here, positions in self.places(slots):
             found[here] = extent.address + positions * extent.slot_bytes
         return found
 
-    def _places(
+    def places(
         self, slots: NDArray[np.int64]
     ) -> Iterable[tuple[MappedExtent, NDArray[np.bool_], NDArray[np.int64]]]:
+        """Yield each extent that has some of the slots: which ones, and their positions in it.
+
+        Raises TierError for a slot that is not mapped here.
+        """
         numbers, positions = np.divmod(slots, self._per_extent)
         for number in np.unique(numbers):
             extent = self._by_first.get(int(number))
@@ -193,9 +190,7 @@ class Copying(msgspec.Struct):
 class Copier(Protocol):
     """Moves pages between KV tensors and slots; called from the copy thread."""
 
-    def copy(
-        self, moves: Iterable[Move], slots: SlotMap, *, store: bool, after: int = 0
-    ) -> Copying:
+    def copy(self, moves: Moves, slots: SlotMap, *, store: bool, after: int = 0) -> Copying:
         """Begin copying engine -> slots (store) or slots -> engine, once mark `after` is passed.
 
         Raises TierError, and copies nothing, for a slot that is not mapped or a block that the
@@ -267,7 +262,7 @@ class HostCopier:
 
     def copy(
         self,
-        moves: Iterable[Move],
+        moves: Moves,
         slots: SlotMap,
         *,
         store: bool,
@@ -288,40 +283,53 @@ class HostCopier:
         return Copying(copied)
 
 
-class _Run(msgspec.Struct):
+class _Run(msgspec.Struct, frozen=True):
+    """Engine blocks at equal distances, whose places are at equal distances in one extent."""
+
     group: int
     extent: MappedExtent
     block_first: int
     offset_first: int
-    block_step: int = 1
-    offset_step: int = 1
-    count: int = 1
+    block_step: int
+    offset_step: int
+    count: int
 
 
-def _runs(moves: Iterable[Move], slots: SlotMap, groups: Sequence[GroupLayout]) -> Iterable[_Run]:
-    """Join moves whose blocks and places are at equal, growing distances."""
-    run: _Run | None = None
-    for move in moves:
-        extent, base = slots.place(move.slot)
-        offset = base + move.part * groups[move.group].stride
-        if run is not None and run.group == move.group and run.extent is extent:
-            if run.count == 1:
-                block_step = move.block_id - run.block_first
-                offset_step = offset - run.offset_first
-                if block_step > 0 and offset_step > 0:
-                    run.block_step, run.offset_step, run.count = block_step, offset_step, 2
-                    continue
-            elif (
-                move.block_id == run.block_first + run.count * run.block_step
-                and offset == run.offset_first + run.count * run.offset_step
-            ):
-                run.count += 1
-                continue
-        if run is not None:
-            yield run
-        run = _Run(move.group, extent, move.block_id, offset)
-    if run is not None:
-        yield run
+def _runs(moves: Moves, slots: SlotMap, groups: Sequence[GroupLayout]) -> Iterator[_Run]:
+    """Join moves whose blocks and places are at equal, growing distances.
+
+    Raises TierError, before the first run, for a slot that is not mapped.
+    """
+    count, group, block = len(moves), moves[:, GROUP], moves[:, BLOCK]
+    offset, number = np.empty(count, np.int64), np.empty(count, np.int64)
+    extents: list[MappedExtent] = []
+    for extent, here, positions in slots.places(moves[:, SLOT]):
+        offset[here], number[here] = positions * extent.slot_bytes, len(extents)
+        extents.append(extent)
+    offset += moves[:, PART] * np.array([layout.stride for layout in groups], np.int64)[group]
+    # Steps from each move to the next, and whether both may be in one run.
+    blocks, offsets = np.diff(block), np.diff(offset)
+    joins = (np.diff(group) == 0) & (np.diff(number) == 0) & (blocks > 0) & (offsets > 0)
+    # Where a run that has taken a step does not take the next one.
+    goes_on = joins[:-1] & joins[1:] & (np.diff(blocks) == 0) & (np.diff(offsets) == 0)
+    breaks = [*np.flatnonzero(~goes_on).tolist(), count]
+    first = position = 0
+    while first < count:
+        while breaks[position] < first:
+            position += 1
+        end = min(breaks[position] + 2, count)
+        if first + 1 == count or not joins[first]:
+            end = first + 1
+        yield _Run(
+            group=int(group[first]),
+            extent=extents[number[first]],
+            block_first=int(block[first]),
+            offset_first=int(offset[first]),
+            block_step=int(blocks[first]) if end > first + 1 else 1,
+            offset_step=int(offsets[first]) if end > first + 1 else 1,
+            count=end - first,
+        )
+        first = end
 
 
 def _views(stack: _Stack, run: _Run) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,8 +28,9 @@ from connectors.copies.gpu.cuda import Cuda, CupyCuda
 from connectors.copies.gpu.device import CudaDevice, GpuCopier, Queued
 from connectors.copies.gpu.measure import Choice, chosen, rates
 from connectors.copies.host import LayerCache, MappedExtent, SlotMap
+from connectors.step_meta import Moves
 from kvstore.core.errors import NotSupported
-from kvstore.core.layout import GroupGeometry, LayerGeometry, Move, RankGeometry, slot_layout
+from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry, slot_layout
 from kvstore.core.types import GroupRule
 from kvstore.units import GIB, KIB, MIB
 from tests.bench.report import Result, progress
@@ -116,13 +117,13 @@ class Jobs:
         self.copier: GpuCopier = self.device.copier(layout)
         self._rng = random.Random(_SEED)
 
-    def moves(self, count: int) -> list[Move]:
+    def moves(self, count: int) -> Moves:
         """Return so many blocks and slots in random order."""
         blocks = self._rng.sample(range(self.blocks), count)
         slots = self._rng.sample(range(self.blocks), count)
-        return [Move(0, block, slot, 0) for block, slot in zip(blocks, slots, strict=True)]
+        return np.array([(0, block, slot, 0) for block, slot in zip(blocks, slots, strict=True)])
 
-    def begin(self, moves: list[Move], *, store: bool) -> Queued:
+    def begin(self, moves: Moves, *, store: bool) -> Queued:
         """Queue a job."""
         return self.copier.copy(moves, self.slots, store=store, after=self.device.mark())
 

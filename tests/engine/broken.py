@@ -14,10 +14,11 @@ from unittest.mock import patch
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from connectors import vllm, vllm_scheduler, worker
+from connectors import vllm, vllm_scheduler, worker, worker_copies
 from connectors.copies.host import LayerCache
 from connectors.step_meta import StepMeta
-from connectors.worker import LoadTask, Outcome, StoreTask, WorkerHalf
+from connectors.worker import WorkerHalf
+from connectors.worker_copies import LoadTask, Outcome, StoreTask
 from tests.engine.support import TROUBLES, Trouble, seen_file, wanted_file
 
 SLOW_S = 0.4
@@ -25,21 +26,29 @@ PAUSE_S = {Trouble.PAUSES: 0.004, Trouble.LONG_PAUSES: 0.05}
 UNMAPPED_SLOT = 1 << 30
 
 
+def wants(trouble: Trouble) -> bool:
+    return wanted_file(Path(os.environ[TROUBLES]), trouble).exists()
+
+
 class TroubledWorker(WorkerHalf):
     """Ours, until a test asks for trouble; see support.Trouble."""
 
-    @staticmethod
-    def _wants(trouble: Trouble) -> bool:
-        return wanted_file(Path(os.environ[TROUBLES]), trouble).exists()
+    def __init__(self, *args: Any, **options: Any) -> None:
+        with patch.object(worker, "Copies", TroubledCopies):
+            super().__init__(*args, **options)
+        assert isinstance(self._copies, TroubledCopies)
+        self._copies.caches = args[4]
 
     def before_step(self, meta: StepMeta) -> None:
-        if self._wants(Trouble.NO_FENCE):
+        if wants(Trouble.NO_FENCE):
             meta = msgspec.structs.replace(meta, flush=())
         super().before_step(meta)
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._caches: dict[str, LayerCache] = args[4]
-        super().__init__(*args, **options)
+
+class TroubledCopies(worker_copies.Copies):
+    """Its copies."""
+
+    caches: dict[str, LayerCache]
 
     def _store(self, task: StoreTask) -> Outcome | None:
         with self._paused(Trouble.SLOW_STORE):
@@ -47,10 +56,10 @@ class TroubledWorker(WorkerHalf):
 
     def _load(self, task: LoadTask) -> Outcome | None:
         job = wanted = task.job
-        if self._wants(Trouble.REUSED):
+        if wants(Trouble.REUSED):
             *others, last = job.generations
             job = msgspec.structs.replace(job, generations=(*others, last - 1))
-        if self._wants(Trouble.FAILING):
+        if wants(Trouble.FAILING):
             slots = (*job.slots[:-1], UNMAPPED_SLOT)
             job = msgspec.structs.replace(job, slots=slots)
         task.job = job
@@ -59,7 +68,7 @@ class TroubledWorker(WorkerHalf):
                 outcome = super()._load(task)
         finally:
             task.job = wanted
-        if self._wants(Trouble.FORGETFUL):
+        if wants(Trouble.FORGETFUL):
             self._forget_one(job.engine.block_ids)
         return outcome
 
@@ -68,14 +77,14 @@ class TroubledWorker(WorkerHalf):
         return msgspec.structs.replace(super()._loaded(*args), seconds=0.0)
 
     def _forget_one(self, blocks: Sequence[int]) -> None:
-        for cache in self._caches.values():
+        for cache in self.caches.values():
             start = cache.offset + blocks[len(blocks) // 2] * cache.block_stride
             cache.storage[start : start + cache.page_bytes] = 0
 
     @contextmanager
     def _paused(self, slow: Trouble) -> Iterator[None]:
-        pause_s = sum(s for trouble, s in PAUSE_S.items() if self._wants(trouble))
-        if self._wants(slow):
+        pause_s = sum(s for trouble, s in PAUSE_S.items() if wants(trouble))
+        if wants(slow):
             seen_file(Path(os.environ[TROUBLES]), slow).touch()
             pause_s = SLOW_S
         time.sleep(pause_s / 2)

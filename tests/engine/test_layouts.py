@@ -21,6 +21,7 @@ from kvstore.core.types import GroupRule
 from tests.engine.views import LAYOUTS, as_it_lies, laid_out
 from tests.harness.gpu_layouts import Engine
 from tests.harness.gpu_twin import items
+from tests.harness.moves import rows
 from tests.test_gpu_plan import SLOTS, memory, slots_for
 
 pytestmark = pytest.mark.vllm
@@ -72,7 +73,7 @@ def test_every_page_of_every_layout_is_found(kind: str, layout: str) -> None:
     assert SLOTS >= BLOCKS
     groups = plans(engine.layout, caches, store=True)
     moves = [Move(0, block, block, 0) for block in range(BLOCKS)]
-    ((_, places),) = places_of(moves, slots, groups)
+    ((_, places),) = places_of(rows(moves), slots, groups)
     table = items(groups[0].tiles, places)
     for e, s, n in zip(*(column.tolist() for column in table), strict=True):
         assert raw.data_ptr() <= e <= e + n <= raw.data_ptr() + raw.numel()

@@ -15,6 +15,7 @@ from connectors.copies.host import LayerCache, MappedExtent, SlotMap
 from kvstore.core.layout import GroupGeometry, LayerGeometry, Move, RankGeometry, slot_layout
 from kvstore.core.types import GroupRule
 from tests.harness.gpu_layouts import CHOICES
+from tests.harness.moves import rows
 
 LAYERS, BLOCKS, HEADS, HEAD_BYTES = 4, 32, 8, 4096
 PAGE = 4096
@@ -65,7 +66,7 @@ def run(fd: int, rank: int, world: int, *, store: bool, device: str = "cuda") ->
     gpu = CudaDevice(caches, choice=CHOICES["kernel"])
     gpu.pin(extent, lambda: False)
     moves = [Move(0, block, block, 0) for block in range(BLOCKS)]
-    queued = gpu.copier(layout).copy(moves, slots, store=store, after=gpu.mark())
+    queued = gpu.copier(layout).copy(rows(moves), slots, store=store, after=gpu.mark())
     limit = time.monotonic() + LIMIT_S
     while not queued.over():
         if time.monotonic() > limit:

@@ -33,6 +33,7 @@ from tests.harness.gpu_layouts import (
     some_moves,
 )
 from tests.harness.gpu_twin import items
+from tests.harness.moves import rows
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +68,7 @@ class Rig:
             there.copy_(here)
 
     def copy(self, moves: list[Move], *, store: bool) -> Queued:
-        return self.copier.copy(moves, self.slots, store=store, after=self.device.mark())
+        return self.copier.copy(rows(moves), self.slots, store=store, after=self.device.mark())
 
     def same_slots(self) -> bool:
         return torch.equal(self.extent.data, self.truth.data)
@@ -102,14 +103,14 @@ def there_and_back(rig: Rig, rng: random.Random) -> None:
     rig.fill(rng.randrange(1000))
     moves = some_moves(rig.gpu, rng, BLOCKS, SLOTS, least=1)
     host = HostCopier(rig.host.caches, rig.host.layout)
-    done: Copying = host.copy(moves, rig.expected, store=True)
+    done: Copying = host.copy(rows(moves), rig.expected, store=True)
     queued = rig.copy(moves, store=True)
     until(queued.over)
     assert queued.bytes == done.bytes
     assert rig.same_slots()
     for storage in (*rig.host.storages, *rig.gpu.storages):
         storage.fill_(POISON)
-    host.copy(moves, rig.expected, store=False)
+    host.copy(rows(moves), rig.expected, store=False)
     until(rig.copy(moves, store=False).over)
     assert rig.same_engine()
 

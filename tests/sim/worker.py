@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from connectors.copies.host import Copying
 from connectors.load_progress import LoadDeadline, SlotLoad
-from connectors.step_meta import LoadJob, StepMeta, StoreJob, pieces
+from connectors.step_meta import LoadJob, Moves, StepMeta, StoreJob, pieces
 from connectors.store_connection import LinkLost
 from kvstore.core.errors import TierError, check
 from kvstore.core.layout import Move, RankLayout
 from kvstore.wire import engine as p
 from kvstore.wire import framing
+from tests.harness.moves import listed
 from tests.reference import Shape
 from tests.sim.store import MS, Extent, Joiner, Net, Wire
 
@@ -146,7 +147,7 @@ class Worker:
         """Yield True after each engine block."""
         wire = self.wire
         if job.session == self._session and wire is not None:
-            for move in pieces(job.engine, job.slots, self._per):
+            for move in listed(pieces(job.engine, job.slots, self._per)):
                 self._move(move, store=True)
                 yield True
             self._tell(wire, p.Stored(framing.u32(job.slots), job.keys, job.parents, True, 1e-6))
@@ -188,8 +189,8 @@ class Worker:
     def _errs(self) -> bool:
         return self._rng.random() < self.errors
 
-    def _fill(self, moves: Sequence[Move]) -> Copying:
-        for number, move in enumerate(moves):
+    def _fill(self, moves: Moves) -> Copying:
+        for number, move in enumerate(listed(moves)):
             if number and self._rng.random() < 0.1:
                 self.meanwhile()
             self._move(move, store=False)

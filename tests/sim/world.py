@@ -380,7 +380,7 @@ class World:
                 half._stores._ranks_ended,
             ):
                 assert not left, f"{host.name}: left behind: {left}"
-            assert not half._loading_hashes
+            assert not half._loads._loading
             assert not half._final_stores
             assert host.engine.free_blocks == host.shape.blocks - 1, "engine blocks leaked"
             assert host.client.session, f"{host.name} is not attached again"

@@ -35,8 +35,9 @@ from connectors.copies.gpu.measure import Choice, measured
 from connectors.copies.gpu.pins import Pins
 from connectors.copies.gpu.plan import GroupPlan, Words, copies_of, places_of, plans
 from connectors.copies.host import Copying, Device, LayerCache, MappedExtent, SlotMap
+from connectors.step_meta import Moves
 from kvstore.core.errors import TierError
-from kvstore.core.layout import Move, RankLayout
+from kvstore.core.layout import RankLayout
 
 JOBS_MAX = 1024  # of one direction that are told apart
 MARKS = 256
@@ -171,7 +172,7 @@ class GpuCopier:
                 for plan in self._plans[store]
             ]
 
-    def copy(self, moves: Iterable[Move], slots: SlotMap, *, store: bool, after: int = 0) -> Queued:
+    def copy(self, moves: Moves, slots: SlotMap, *, store: bool, after: int = 0) -> Queued:
         """Queue copies engine -> slots (store) or slots -> engine, behind mark `after`.
 
         Raises TierError with nothing queued. What fails half-way is told by over(), once what was

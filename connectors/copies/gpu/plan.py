@@ -11,15 +11,14 @@ item with number i moves tile i % tiles of place i // tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from connectors.copies.host import LayerCache, SlotMap, cache_of
+from connectors.step_meta import BLOCK, GROUP, PART, SLOT, Moves
 from kvstore.core.errors import TierError
-from kvstore.core.layout import GroupLayout, Move, RankLayout
+from kvstore.core.layout import GroupLayout, RankLayout
 
 Words = NDArray[np.uint64]
 
@@ -110,28 +109,25 @@ def tiles_of(runs: Words, tile_bytes: int = TILE_BYTES) -> Words:
 
 
 def places_of(
-    moves: Iterable[Move], slots: SlotMap, groups: tuple[GroupPlan, ...]
+    moves: Moves, slots: SlotMap, groups: tuple[GroupPlan, ...]
 ) -> list[tuple[int, Words]]:
     """Return the places of a job by group, blocks in the job's order.
 
     Raises TierError for a slot that is not mapped and a block that the engine does not have: an
     address made of one would be somebody else's memory, or the end of the process.
     """
-    table = np.array([(m.group, m.block_id, m.slot, m.part) for m in moves], np.int64)
-    table = table.reshape(len(table), 4)
     found = []
-    for group in np.unique(table[:, 0]).tolist():
+    for group in np.unique(moves[:, GROUP]).tolist():
         if not 0 <= group < len(groups):
             raise TierError(f"a job is for group {group}, the engine has {len(groups)}")
-        rows = table[table[:, 0] == group]
-        plan, blocks = groups[group], rows[:, 1]
+        rows = moves[moves[:, GROUP] == group]
+        plan, blocks = groups[group], rows[:, BLOCK]
         if blocks.min() < 0 or blocks.max() >= plan.blocks:
             wrong = blocks[(blocks < 0) | (blocks >= plan.blocks)][0]
             raise TierError(f"a job is for engine block {wrong}, the engine has {plan.blocks}")
         places = np.empty((len(rows), len(PLACE)), np.uint64)
-        places[:, 0] = slots.addresses(rows[:, 2]) + rows[:, 3].astype(np.uint64) * np.uint64(
-            plan.part_bytes
-        )
+        parts = rows[:, PART].astype(np.uint64) * np.uint64(plan.part_bytes)
+        places[:, 0] = slots.addresses(rows[:, SLOT]) + parts
         places[:, 1] = blocks
         found.append((group, places))
     return found

@@ -1,0 +1,237 @@
+"""The lookups of an engine's requests: asked, waited for, and given up.
+
+A lookup is on its way while the engine takes steps. A step waits for an answer, but not for long:
+all lookups share its budget. Without an answer the request is deferred: the engine asks again in
+a later step. A request that was deferred for too long is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import dropwhile
+
+from connectors.engine_interface import Geometry
+from connectors.events import BlockEvents
+from connectors.kv_transfer_params import NO_REMOTE
+from connectors.partial_block import query_for
+from connectors.request_state import NO_QUERY, Phase, TrackedRequest
+from connectors.store_client import Grant, StoreClient
+from kvstore.wire import engine as p
+
+IDLE_WAIT_S = 0.001
+BUSY_WAIT_S = 0.0002
+TIMEOUTS_IN_A_ROW_MAX = 3
+ANSWER_LIMIT_NS = 500_000_000  # beyond what the store may defer: it does not answer
+LOADING_LIMIT_NS = 5_000_000_000  # waiting for another request's load, or for room for a lease
+FAILURES_MAX = 2  # after a failed load other copies are tried once, then it is computed
+
+
+class LeaseQueue:
+    """The earliest request that was capped, as long as the engine tries to admit it.
+
+    It gets the next lease when an engine's leases are at their cap. Lookups of later requests may
+    be on their way already. They would be answered before the lookup that the earliest request
+    repeats, and take the room that was made for it, again and again. So a later request that was
+    capped does not ask until the earliest one has its lease.
+    """
+
+    def __init__(self) -> None:
+        self._first: TrackedRequest | None = None
+        self._seen = False
+
+    def blocks(self, tracked: TrackedRequest) -> bool:
+        """Return True if a request has to wait until an earlier one has its lease."""
+        first = self._first
+        return first is not None and tracked.capped and tracked.arrival > first.arrival
+
+    def add(self, tracked: TrackedRequest) -> None:
+        """A request found blocks and got no lease."""
+        if self._first is None or tracked.arrival < self._first.arrival:
+            self._first, self._seen = tracked, True
+
+    def mark_seen(self, tracked: TrackedRequest) -> None:
+        """The engine tries to admit a request in this step."""
+        self._seen |= tracked is self._first
+
+    def remove(self, tracked: TrackedRequest) -> None:
+        """A request has its lease, or needs none any more."""
+        tracked.capped = False
+        if tracked is self._first:
+            self._first = None
+
+    def next_step(self) -> None:
+        """End a step: a first request that the engine did not try to admit blocks no other."""
+        if not self._seen:
+            self._first = None
+        self._seen = False
+
+
+class RequestLookups:
+    """Asks the store about requests, and decides how long each waits for its answer."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        client: StoreClient,
+        requests: Mapping[str, TrackedRequest],
+        events: BlockEvents,
+        *,
+        direct: bool,
+    ) -> None:
+        """requests: all of the engine's, in the order of their arrival; the caller's.
+
+        direct: workers read blocks straight from peers.
+        """
+        self._geometry = geometry
+        self._client = client
+        self._requests = requests
+        self._events = events
+        self._direct = direct
+        self._scope = b""
+        self.queue = LeaseQueue()
+        self._waited_s = 0.0  # in this step
+        self._timeouts = 0  # in a row
+
+    def ask(self, tracked: TrackedRequest) -> None:
+        """Look up a request's blocks, unless it computes its prompt, or waits for its turn.
+
+        After a failed load only in memory, so that a request waits for a disk or a peer once.
+        """
+        if not tracked.may_load or self.queue.blocks(tracked):
+            return
+        again = tracked.failures > 0
+        remote = NO_REMOTE if again else tracked.remote
+        query = query_for(self._geometry, tracked.request, remote)
+        if not query.blocks:
+            return
+        lookup = p.Lookup(
+            ask=0,
+            hashes=b"".join(query.hashes),
+            width=self._geometry.hash_bytes,
+            scope=self._scope,
+            memory_only=again,
+            peer=remote.address,
+            request=remote.request,
+            push=remote.push,
+            inside=query.inside,
+            loadable=query.blocks,
+            direct=self._direct,
+        )
+        tracked.ask = self._client.ask(lookup)
+        if tracked.ask:
+            tracked.phase, tracked.query = Phase.ASKED, query
+            self._events.asked(tracked.request, query.hashes[: query.own])
+
+    def answer(self, tracked: TrackedRequest, *, idle: bool) -> Grant | None:
+        """Return a request's answer, waiting for it within this step's budget.
+
+        idle: no request of the last step is left. None: there is no answer that can be used now;
+        is_waiting() tells whether one is to come.
+        """
+        if tracked.phase is Phase.LOADED:
+            tracked.phase = Phase.NEW
+        if tracked.phase in (Phase.NEW, Phase.RUNNING) and tracked.failures < FAILURES_MAX:
+            self.ask(tracked)
+        self._client.receive()
+        if tracked.ask and self._client.asked_ns(tracked.ask) is None:  # lost with its session
+            self.drop(tracked)
+            self.ask(tracked)
+        if not tracked.ask:
+            return None
+        grant = self._client.grant(tracked.ask)
+        if grant is not None:
+            self._timeouts = 0
+        else:
+            self._client.send_step()
+            self._wait(tracked, idle=idle)
+            grant = self._client.grant(tracked.ask)
+        if grant is None:
+            return None
+        if self._client.clock() >= grant.until_ns:
+            self.drop(tracked)  # its pins may be gone, or more is there now
+            self.ask(tracked)
+            return None
+        if grant.capped:
+            self._make_room(tracked)
+            return None
+        self.queue.remove(tracked)
+        return grant
+
+    def _wait(self, tracked: TrackedRequest, *, idle: bool) -> None:
+        if tracked.waited and not idle:
+            return  # with nothing else to run an empty step would cost more
+        if not idle and self._timeouts >= TIMEOUTS_IN_A_ROW_MAX:
+            return
+        budget_s = IDLE_WAIT_S if idle else BUSY_WAIT_S
+        end = self._client.clock() + int((budget_s - self._waited_s) * 1e9)
+        started = self._client.clock()
+        while self._client.grant(tracked.ask) is None and self._client.session:
+            left_ns = end - self._client.clock()
+            if left_ns <= 0:
+                break
+            self._client.receive(left_ns / 1e9)
+        self._waited_s += (self._client.clock() - started) / 1e9
+        tracked.waited = True
+        if not idle:
+            found = self._client.grant(tracked.ask) is not None
+            self._timeouts = 0 if found else self._timeouts + 1
+
+    def _make_room(self, tracked: TrackedRequest) -> None:
+        """Leases are at their cap: release those of requests that arrived later."""
+        self.queue.add(tracked)
+        later = dropwhile(lambda other: other is not tracked, self._requests.values())
+        for other in later:
+            grant = self._client.grant(other.ask)
+            if grant is not None and (grant.lease or other is tracked):
+                self.drop(other)
+                other.capped = True
+        self.ask(tracked)
+
+    def is_waiting(self, tracked: TrackedRequest) -> bool:
+        """Return True if a request without an answer will have one, or will ask for one."""
+        return tracked.phase is Phase.ASKED or self.queue.blocks(tracked)
+
+    def defer(self, tracked: TrackedRequest) -> int | None:
+        """Answer "ask again later", or 0 when that has gone on for too long."""
+        now = self._client.clock()
+        if tracked.deferred_ns is None:
+            tracked.deferred_ns = now
+            self._client.count("deferred")
+        limit_ns = ANSWER_LIMIT_NS + self._client.defer_ms * 1_000_000
+        silent = self._client.unanswered_ns(tracked.ask) > limit_ns
+        if silent or now - tracked.deferred_ns > max(LOADING_LIMIT_NS, limit_ns):
+            self._client.count("timed_out")
+            self.drop(tracked)
+            tracked.phase, tracked.failures = Phase.RUNNING, FAILURES_MAX
+            self.queue.remove(tracked)
+            if silent:
+                self._client.detach("no answer in time")
+            return 0
+        self._client.count("deferred_steps")
+        return None
+
+    def drop(self, tracked: TrackedRequest) -> None:
+        """Give up a request's lookup, if it has one, and its answer."""
+        if tracked.ask:
+            self._client.drop(tracked.ask)
+            tracked.ask, tracked.phase = 0, Phase.NEW
+
+    def end(self, tracked: TrackedRequest, *, used: bool = False) -> None:
+        """A request was admitted, or is over. used: a load has its lease now."""
+        self.queue.remove(tracked)
+        if used:
+            self._client.take(tracked.ask)
+        elif tracked.ask:
+            self._client.drop(tracked.ask)
+        tracked.ask, tracked.query = 0, NO_QUERY
+
+    def next_step(self) -> None:
+        """End a step, and with it what was waited."""
+        self.queue.next_step()
+        self._waited_s = 0.0
+
+    def use_scope(self, scope: bytes) -> None:
+        """Ask in this scope from now on; what was asked before is of no use."""
+        self._scope = scope
+        for tracked in self._requests.values():
+            self.drop(tracked)

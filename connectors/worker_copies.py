@@ -1,0 +1,336 @@
+"""The copies of one rank: stores, loads and direct writes, made by a thread of their own.
+
+Only memory is touched here, never a disk. A load whose slots are still being filled from a lower
+tier is continued again and again, with other copies in between, and is given up when no block
+arrives any more, or when it takes too long. So every copy ends, and none waits for another. While
+a load waits the store hears that: it keeps the lease, and answers whether what a peer sends or
+computes is still on its way.
+
+On a GPU a copy is queued and then polled, as a waiting load is; in host memory it has ended when
+the call returns. A job ends, complete or failed, only when nothing of it is being copied any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from time import monotonic_ns
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from connectors.copies.host import Copier, Copying, Device, SlotMap
+from connectors.load_progress import LoadDeadline, SlotLoad
+from connectors.step_meta import LoadJob, Moves, StoreJob, pieces
+from connectors.store_connection import Link, LinkLost
+from kvstore.core.errors import TierError
+from kvstore.units import shown
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from tiers.runner import NOTHING, Nothing, Runner
+
+if TYPE_CHECKING:  # direct transfers load NIXL
+    from connectors.direct_reads import DirectTransfers, PeerLoad, PeerWrite, WriteEnd
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """One attachment of a worker to its store: the memory that copies use while it lasts."""
+
+    def __init__(self, link: Link, welcome: p.Welcome, copier: Copier) -> None:
+        """copier: follows the layout of this welcome."""
+        self.number = welcome.session
+        self.link, self.copier = link, copier
+        self.slots = SlotMap()
+        self.wait_ns = welcome.wait_ms * 1_000_000
+        self.limit_ns = welcome.limit_ms * 1_000_000
+        self.deadlines: dict[int, LoadDeadline] = {}  # of waiting loads, by lease
+
+    def send(self, message: framing.Message) -> None:
+        """Send to the store. The link thread sees, too, if that is gone, and ends the session."""
+        try:
+            self.link.send(message)
+        except LinkLost as exc:
+            log.debug("%s not sent: %s", type(message).__name__, exc)
+
+
+class StoreTask(msgspec.Struct, eq=False):
+    """A store and its state; made by the step thread, then the copy thread's."""
+
+    job: StoreJob
+    mark: int  # of the device: copies begin behind it
+    copying: Copying | None = None
+    session: Session | None = None  # that the copy was begun in
+    started: float = 0.0
+
+
+class LoadTask(msgspec.Struct, eq=False):
+    """A load and its state; made by the step thread, then the copy thread's."""
+
+    job: LoadJob
+    mark: int  # of the device: copies begin behind it
+    session: Session | None = None  # that the load was begun in
+    deadline: LoadDeadline | None = None
+    slots: SlotLoad | None = None  # the part that comes from slots
+    peer: PeerLoad | None = None  # the part that comes straight from a peer
+    mark_passed: bool = False
+    broken: bool = False  # copying from slots raised an error
+    outcome: Outcome | None = None  # once it has ended
+    started: float = 0.0  # the copy that is under way
+
+    @property
+    def slots_ok(self) -> bool:
+        """True if all that comes from slots has come; asked once that is over."""
+        return not self.broken and self.slots is not None and self.slots.ok
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a store or a load ended."""
+
+    task: StoreTask | LoadTask
+    ok: bool
+    copied_bytes: int = 0
+    late: bool = False  # a load was given up: blocks had not come in time
+    seconds: float = 0.0  # that copying from slots took
+
+
+class WriteTask(msgspec.Struct, eq=False):
+    """A write to a peer's engine, for the store of this session."""
+
+    write: PeerWrite
+    session: Session
+
+
+Task = StoreTask | LoadTask | WriteTask
+
+
+class Copies:
+    """Queues copies and makes them; other threads queue, wait, and see what is open."""
+
+    def __init__(
+        self,
+        device: Device,
+        blocks_per_chunk: tuple[int, ...],
+        direct: DirectTransfers | None,
+    ) -> None:
+        """blocks_per_chunk: engine blocks in a block, by group."""
+        self.session: Session | None = None  # set by the link thread
+        self.direct = direct
+        self.stores_open: dict[int, StoreTask] = {}
+        self.loads_open: set[str] = set()
+        self.runner: Runner[Task, Outcome] = Runner("kvstore-copy", self._copy, self._raised)
+        self._device = device
+        self._blocks_per_chunk = blocks_per_chunk
+        self._idle_loads: set[str] = set()  # open loads that wait and copy nothing
+        self._writes_open: set[int] = set()  # to peers
+
+    def store(self, job: StoreJob, mark: int) -> None:
+        """Queue a store."""
+        task = self.stores_open[job.job_id] = StoreTask(job, mark)
+        self.runner.submit(task)
+
+    def load(self, job: LoadJob, mark: int) -> LoadTask:
+        """Queue a load, before all else if a step waits for it."""
+        task = LoadTask(job, mark)
+        self.loads_open.add(job.request_id)
+        self.runner.submit(task, first=job.in_step)
+        return task
+
+    def write(self, write: PeerWrite, session: Session) -> None:
+        """Queue a write to a peer."""
+        self._writes_open.add(write.message.write)
+        self.runner.submit(WriteTask(write, session))
+
+    def use_no_slots(self) -> bool:
+        """Return True if nothing is being copied from slots that are about to go.
+
+        Writes to peers use no slots, and the store does not unmap what a waiting load has leased.
+        """
+        return self.runner.open <= len(self._writes_open) + len(self._idle_loads)
+
+    # On the copy thread
+
+    def _copy(self, task: Task) -> Outcome | Nothing | None:
+        """Start or continue a task; None while it is under way."""
+        if isinstance(task, WriteTask):
+            return self._write(task)
+        outcome: Outcome | None = Outcome(task, ok=False)  # if an error gets past what follows
+        try:
+            outcome = self._store(task) if isinstance(task, StoreTask) else self._load(task)
+        finally:
+            if outcome is not None and isinstance(task, StoreTask):
+                self.stores_open.pop(task.job.job_id, None)
+            elif outcome is not None and isinstance(task, LoadTask):
+                self.loads_open.discard(task.job.request_id)
+                task.outcome = outcome
+        return outcome
+
+    def _raised(self, task: Task, _error: Exception) -> Outcome | Nothing:
+        """End a task that a bug has ended; the store waits for the end of a write."""
+        if isinstance(task, WriteTask):
+            self._write_ended(task, "failed")
+            return NOTHING
+        return Outcome(task, ok=False)
+
+    def _write(self, task: WriteTask) -> Nothing | None:
+        """Write engine blocks to a peer's; None while that is under way."""
+        if self.direct is not None:
+            over = task.session is not self.session
+            end = self.direct.advance_write(task.write, monotonic_ns(), session_over=over)
+            if end is None:
+                return None
+            self._write_ended(task, end)
+        return NOTHING
+
+    def _write_ended(self, task: WriteTask, end: WriteEnd) -> None:
+        number = task.write.message.write
+        self._writes_open.discard(number)
+        copied = task.write.bytes if end == "all" else 0
+        task.session.send(p.BlocksWritten(number, end, copied))
+
+    def _store(self, task: StoreTask) -> Outcome | None:
+        """Begin the copy, then wait for its end; None while it is under way."""
+        job, session, ok = task.job, self.session, True
+        try:
+            if task.copying is None:
+                if session is None or job.session != session.number:
+                    return Outcome(task, ok=False)
+                task.session, task.started = session, time.perf_counter()
+                moves = pieces(job.engine, job.slots, self._blocks_per_chunk)
+                task.copying = session.copier.copy(
+                    moves, session.slots, store=True, after=task.mark
+                )
+            if not task.copying.over():
+                return None
+        except (TierError, ValueError) as exc:
+            log.error("store of %d blocks failed: %s", len(job.keys), exc)
+            ok = False
+        seconds = time.perf_counter() - task.started
+        if task.session is not None:  # its link is open until the last copy is over
+            stored = p.Stored(framing.u32(job.slots), job.keys, job.parents, ok, seconds)
+            task.session.send(stored)
+        copied = task.copying.bytes if ok and task.copying is not None else 0
+        return Outcome(task, ok, copied)
+
+    def _load(self, task: LoadTask) -> Outcome | None:
+        """Copy what is ready; None while slots are still being filled, or copied."""
+        job, session, now_ns = task.job, self.session, monotonic_ns()
+        self._idle_loads.discard(job.request_id)
+        if session is None or job.session != session.number:
+            return self._abandon(task, now_ns)
+        slots_over = task.broken
+        try:
+            if task.slots is None and not task.broken:
+                self._begin_load(task, session, now_ns)
+            if task.slots is not None and not task.broken:
+                slots_over = self._advance_slots(task, task.slots, session, now_ns)
+        except (TierError, ValueError) as exc:
+            log.error("load for %s failed: %s", job.request_id, exc)
+            slots_over = task.broken = True
+        peer_over = True
+        if task.peer is not None and self.direct is not None:
+            task.peer.failed = task.peer.failed or (slots_over and not task.slots_ok)
+            peer_over = self._advance_peer(self.direct, task, task.peer, now_ns)
+        if peer_over and slots_over:
+            return self._loaded(task, session, now_ns)
+        if task.deadline is not None and task.deadline.should_ask(now_ns):
+            session.send(p.Loading(job.lease))
+        if task.slots is None or not task.slots.copying:
+            self._idle_loads.add(job.request_id)
+        return None
+
+    def _begin_load(self, task: LoadTask, session: Session, now_ns: int) -> None:
+        """Start a load. Raises ValueError if its blocks and slots differ."""
+        job = task.job
+        wait_ns = 0 if job.in_step else session.wait_ns
+        deadline = LoadDeadline(wait_ns, session.limit_ns, now_ns)
+        task.session = session
+        task.slots = SlotLoad(job, self._blocks_per_chunk, deadline)
+        if self.direct is not None:
+            task.peer = self.direct.start_load(job, self._blocks_per_chunk, deadline)
+        task.deadline = session.deadlines[job.lease] = deadline
+
+    def _loaded(self, task: LoadTask, session: Session, now_ns: int) -> Outcome:
+        """Report a load that is over."""
+        job, load, peer = task.job, task.slots, task.peer
+        session.deadlines.pop(job.lease, None)
+        slots = [slot for slot in job.slots if slot < p.DIRECT]
+        damaged = slots if task.broken or load is None else load.damaged
+        if damaged:
+            log.warning(
+                "load for %s failed: %d slots no longer hold the leased blocks",
+                job.request_id,
+                len(damaged),
+            )
+        copied, seconds = (0, 0.0) if load is None else (load.copied_bytes, load.seconds)
+        late = (0 if load is None else load.late) + (0 if peer is None else peer.late)
+        if late and task.deadline is not None:
+            _warn_late(job, late, task.deadline, now_ns)
+        session.send(p.Loaded(job.lease, copied, seconds, framing.u32(damaged), late))
+        ok = task.slots_ok
+        if peer is not None:
+            seconds = 0.0  # it says nothing of a copy in this memory
+            copied += peer.copied_bytes + peer.written_bytes
+            ok = ok and not peer.failed
+        return Outcome(task, ok, copied, late > 0, seconds)
+
+    def _advance_peer(
+        self, direct: DirectTransfers, task: LoadTask, peer: PeerLoad, now_ns: int
+    ) -> bool:
+        """Continue what comes from a peer; True when that is over.
+
+        Nothing is moved into blocks that earlier work of the engine may still use.
+        """
+        if not task.mark_passed and not peer.failed:
+            try:
+                task.mark_passed = self._device.passed(task.mark)
+            except TierError as exc:
+                log.error("nothing is read from a peer: %s", exc)
+                peer.failed = True
+            peer.deadline.restart(now_ns)  # the engine may be steps ahead
+        if not task.mark_passed and not peer.failed:
+            return False
+        return direct.advance(peer, now_ns)
+
+    def _advance_slots(self, task: LoadTask, load: SlotLoad, session: Session, now_ns: int) -> bool:
+        """Copy what has become ready; True when that was all. Raises TierError."""
+        if not load.copying:
+            task.started = time.perf_counter()
+
+        def copy(moves: Moves) -> Copying:
+            return session.copier.copy(moves, session.slots, store=False, after=task.mark)
+
+        over = load.advance(copy, session.slots.generations, now_ns)
+        if not load.copying:
+            load.seconds += time.perf_counter() - task.started
+        return over
+
+    def _abandon(self, task: LoadTask, now_ns: int) -> Outcome | None:
+        """End a load whose session is over; None while its engine blocks are being written."""
+        job, load, session = task.job, task.slots, task.session
+        if task.peer is not None and self.direct is not None:
+            task.peer.failed = True
+            if not self.direct.cancel(task.peer, now_ns):
+                return None
+        copied = 0 if load is None else load.copied_bytes
+        try:
+            if load and session and not load.end_copy(session.slots.generations):
+                return None
+        except TierError as exc:
+            log.error("load for %s failed: %s", job.request_id, exc)
+        return Outcome(task, ok=False, copied_bytes=copied)
+
+
+def _warn_late(job: LoadJob, late: int, deadline: LoadDeadline, now_ns: int) -> None:
+    blocks = len(job.slots)
+    log.warning(
+        "load for request %s given up: %d of %d blocks from %s came, the last sign of one %.1f s"
+        " ago, in %.1f s; the request is computed",
+        shown(job.request_id),
+        blocks - late,
+        blocks,
+        shown(job.source),
+        deadline.quiet_ns(now_ns) / 1e9,
+        deadline.total_ns(now_ns) / 1e9,
+    )
