@@ -100,6 +100,13 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "and not self._paused_ns",
         ),
     ),
+    "kvstore/handover/loopback.py": (
+        (
+            "side_channel_limits -k S2_what_is_no_address",
+            "len(port) > len(str(PORT_MAX)) or not 0 < int(port) <= PORT_MAX",
+            "not 0 < int(port[:6]) <= PORT_MAX",
+        ),
+    ),
     "kvstore/logs.py": (
         ("side_channel_limits -k S2_log_lines", "LINES_MAX = 5", "LINES_MAX = 5_000"),
     ),

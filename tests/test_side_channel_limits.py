@@ -384,6 +384,9 @@ def test_S2_what_is_no_address_is_refused_before_it_is_used() -> None:
     for address in (*wrong, *NO_NAMES):
         with pytest.raises(ConfigError, match=r"is no host:port|has no port"):
             loopback.host_and_port(address)
+    for port in ("00000165536", f"000001{'9' * 200}", f"1{'0' * 5000}"):  # cut off, 0 or 22 say
+        with pytest.raises(ConfigError, match="has no port of 1 to 65535"):
+            loopback.host_and_port(f"127.0.0.1:{port}")
     assert loopback.host_and_port("[::1]:5") == ("::1", 5)
     for host in ("node.cluster", "node.cluster.", "a" * 63 + ".x", "n\u00f6de"):
         assert loopback.host_and_port(f"{host}:5") == (host, 5)

@@ -38,8 +38,8 @@ def host_and_port(address: str) -> tuple[str, int]:
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not _is_host(bare) or not port.isascii() or not port.isdigit():
         raise ConfigError(f"{address[:100]!r} is no host:port")
-    if not 0 < int(port[:6]) <= PORT_MAX:
-        raise ConfigError(f"{address[:100]!r} has no port of 1 to 65535")
+    if len(port) > len(str(PORT_MAX)) or not 0 < int(port) <= PORT_MAX:
+        raise ConfigError(f"{address[:100]!r} has no port of 1 to {PORT_MAX}")
     return bare, int(port)
 
 
