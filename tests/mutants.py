@@ -80,20 +80,35 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/handover/side_channel.py": (
         (
             "side_channel_limits -k S2_what_peers_leave_unfinished",
-            "while self._unfinished > UNFINISHED_BYTES_MAX:",
+            "while lines.unfinished > UNFINISHED_BYTES_MAX:",
         ),
-        ("side_channel_limits -k S2_what_peers_do_not", "while self._unread > UNREAD_BYTES_MAX:"),
+        ("side_channel_limits -k S2_what_peers_do_not", "while lines.unread > UNREAD_BYTES_MAX:"),
         ("side_channel_limits -k S2_connections_that_prove", "if len(young) >= GREETINGS_MAX:"),
         (
-            "side_channel_limits -k S3_without_a_key_only_loopback_is_dialled",
-            "if self._key is None and not is_loopback(host):\n            raise ConfigError(f",
+            "side_channel_limits -k B9_what_a_peer_said_before_it_was_gone",
+            "self._ready.add(number)\n        self.lines.update(line)",
+            'self._fail(line, "unsent")\n        self.lines.update(line)',
         ),
         (
-            "side_channel_limits -k S3_a_name",
-            "if self._key is None and not is_loopback(str(name[0])):",
+            "side_channel_limits -k a_name_with_several",
+            'if line.addresses and line.stage != "open":',
         ),
+        ("side_channel_limits -k a_name_with_several", ' and line.stage != "open":', ":"),
         ("side_channel_limits -k S1_without_a_key", "if self._key is None and not may_ask(tcp):"),
         ("side_channel_limits -k S1_without_a", "if self._key is None and not may_answer(sock):"),
+    ),
+    "kvstore/handover/line.py": (
+        (
+            "side_channel_limits -k S2_a_connection_that_is_reset",
+            "if self._by_fd.get(line.fd) is line:",
+        ),
+        ("side_channel_limits -k S2_what_peers_leave", "self.unfinished -= line.counted[1]"),
+    ),
+    "kvstore/handover/listener.py": (
+        (
+            "side_channel_limits -k S3_a_name",
+            "if not open_to_all and not is_loopback(str(name[0])):",
+        ),
         (
             "side_channel_limits -k S2_a_listener_without_descriptors",
             "and now_ns >= self._paused_ns",
@@ -101,6 +116,10 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "kvstore/handover/loopback.py": (
+        (
+            "side_channel_limits -k S3_without_a_key_only_loopback_is_dialled",
+            "if not open_to_all and not is_loopback(host):",
+        ),
         (
             "side_channel_limits -k S2_what_is_no_address",
             "len(port) > len(str(PORT_MAX)) or not 0 < int(port) <= PORT_MAX",

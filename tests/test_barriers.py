@@ -76,7 +76,7 @@ def test_S2_what_a_peers_message_meets_costs_its_connection(
     place.good.hand_over(hashes(2, "before"), push=False)
     for number in range(20):
         say = place.caller()
-        bad.add(max(place.prefill.wire._lines))
+        bad.add(max(place.prefill.wire.lines.all))
         message: Any = place.hello()
         if verb == "_of_request":
             message = m.Done("namespace", "request")
@@ -84,7 +84,7 @@ def test_S2_what_a_peers_message_meets_costs_its_connection(
         say(wanted(hashes(2, f"{number}")))
         place.turns(2)
     assert internal(place) == 20
-    assert not bad & set(place.prefill.wire._lines), "they were hung up on"
+    assert not bad & set(place.prefill.wire.lines.all), "they were hung up on"
     assert not bad & set(place.prefill.peers.producer._peers)
     place.good.hand_over(hashes(2, "after"), push=False)
     assert tracebacks(caplog) == 1
@@ -111,7 +111,7 @@ def test_S2_what_a_peers_jobs_meet_in_a_turn_costs_its_connection(
     monkeypatch.setattr(Producer, "_release", maybe(release))  # what is held stays held
     place.turns(3)
     assert number not in place.prefill.peers.producer._peers
-    assert number not in place.prefill.wire._lines
+    assert number not in place.prefill.wire.lines.all
     met = internal(place)
     assert met >= 1
     place.good.hand_over(hashes(2, "after"), push=True)
@@ -195,7 +195,7 @@ def test_S2_what_the_end_of_a_peer_meets_costs_nothing_more(
     place.turns(2)
     with monkeypatch.context() as patch:
         patch.setattr(Producer, "on_closed", surprised)
-        place.prefill.wire.drop(max(place.prefill.wire._lines))
+        place.prefill.wire.drop(max(place.prefill.wire.lines.all))
     place.turns(2)
     assert internal(place) == 1
     place.good.hand_over(hashes(2, "after"), push=False)

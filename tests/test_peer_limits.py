@@ -164,7 +164,7 @@ def test_who_says_nothing_for_long_is_forgotten(place: Place) -> None:
     assert len(own._peers) == 1
     place.turns(2, ms=2000)
     assert not own._peers
-    assert not place.prefill.wire.came
+    assert not place.prefill.wire.lines.came()
 
 
 def test_one_more_connection_takes_the_place_of_the_one_silent_longest(
@@ -259,7 +259,7 @@ def test_without_descriptors_for_one_more_connection_its_peer_is_lost(
     number = made.connect("127.0.0.1:9")
     made.send(number, m.Release(1))
     made.poll(1)
-    assert lost == [(number, "'127.0.0.1:9': Too many open files")]
+    assert lost == [(number, "connection: Too many open files")]
     made.close()
 
 

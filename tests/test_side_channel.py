@@ -166,7 +166,7 @@ def test_what_is_no_frame_ends_its_connection(made: Callable[..., Post]) -> None
     with connected(server) as rough:
         rough.sendall(b"\xff\xff\xff\x7f")
         until(lambda: server.channel.counts["malformed"], server)
-        until(lambda: not server.channel.came, server)
+        until(lambda: not server.channel.lines.came(), server)
 
 
 def test_a_peer_that_ends_is_lost_at_once_and_can_be_asked_again(made: Callable[..., Post]) -> None:
@@ -203,7 +203,7 @@ def test_B2_who_says_too_much_in_a_second_is_hung_up_on_and_may_come_back(
     number = client.channel.connect(server.channel.address)
     client.channel.send(number, m.Release(1))
     until(lambda: server.got, server, client)
-    line = server.channel._lines[server.got[0][0]]
+    line = server.channel.lines.all[server.got[0][0]]
     line.heard_s, line.messages = 5, 9_999
     for job in (2, 3, 4):
         client.channel.send(number, m.Release(job))

@@ -84,20 +84,20 @@ class Requests:
         wake: Callable[[], None],
         withdraw: Callable[[Source, str], None],
         tell: Callable[[Held, Message], bool],
-        may_dial: Callable[[str], bool],
+        refusal: Callable[[str], str],
     ) -> None:
         """hands: the former. wake(): others may ask soon.
 
         withdraw(namespace, request): fetch no more for it.
         tell(held, message): say something to the store that holds it; False if it cannot be said.
-        may_dial(address): whether it ever can be.
+        refusal(address): why it never can be; empty if it may be.
         """
         self.counts: Counter[str] = Counter()
         self._leases = hands
         self._wake = wake
         self._withdraw = withdraw
         self._tell = tell
-        self._may_dial = may_dial
+        self._refusal = refusal
         self._waiting = Waiting(LEASE_MS * 1_000_000 // 3)
 
     def on_step(self, namespace: Source, session: int, step: Step, now_ns: int) -> None:
@@ -114,7 +114,7 @@ class Requests:
 
     def _wait(self, held: Held, session: int, now_ns: int) -> None:
         """Tell the store that holds it that a request waits here, now and again and again."""
-        if self._waiting.may_begin(held) and self._may_dial(held.address):
+        if self._waiting.may_begin(held) and not self._refusal(held.address):
             self._beat(held)
             self._waiting.begin(held, session, now_ns)
 

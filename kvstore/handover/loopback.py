@@ -43,6 +43,17 @@ def host_and_port(address: str) -> tuple[str, int]:
     return bare, int(port)
 
 
+def may_dial(address: str, *, open_to_all: bool) -> tuple[str, int]:
+    """Return host and port to connect to; open_to_all: not only on this machine.
+
+    Raises ConfigError for what is none, or may not be connected to.
+    """
+    host, port = host_and_port(address)
+    if not open_to_all and not is_loopback(host):
+        raise ConfigError(f"{address[:100]!r} is not a loopback address and no cluster key")
+    return ("127.0.0.1" if host == "localhost" and not open_to_all else host), port
+
+
 def _is_host(text: str) -> bool:
     """Tell whether a resolver takes a text: not one with an empty label, or a label too long."""
     if not text.isprintable() or set(text) & set(" []/"):

@@ -31,7 +31,7 @@ from kvstore.handover.heartbeats import Held, Requests
 from kvstore.handover.jobs import OwnExporter, Source
 from kvstore.handover.producer import OfJob, Producer
 from kvstore.handover.runs import Part
-from kvstore.handover.side_channel import LOGGED_MAX, Channel
+from kvstore.handover.side_channel import LOGGED_MAX, MET_A_BUG, Channel
 from kvstore.handover.transfers import (
     BUSY_S,
     Arrived,
@@ -123,7 +123,7 @@ class Peers:
             self._wake,
             lambda namespace, request: self.inlet(namespace).withdraw(request),
             self._tell,
-            lambda address: not self.channel.may_dial(address),
+            self.channel.refusal,
         )
         self._said = RateLog(log)
         self._barrier = Barrier(self._said, self._met_a_bug)
@@ -211,7 +211,7 @@ class Peers:
             return None
         number = self._by_address.get((address, digest))
         if number is None:
-            why = self.channel.may_dial(address)
+            why = self.channel.refusal(address)
             if not why and not self._room_for_link():
                 why = f"{address[:100]!r} is one more than {LINKS_MAX} peers that are in use"
             if why:
@@ -396,7 +396,7 @@ class Peers:
             "serving": sum(n.engines.serving for n in self._namespaces.values()),
             "requests": len(self.producer.request_leases),
             "asked": len(self._links),
-            "asking": self.channel.came,
+            "asking": len(self.channel.lines.came()),
             "exporters": len(self._agents),
         }
         found |= {("kvstore_hand_over_open", what): count for what, count in open_now.items()}
@@ -466,7 +466,7 @@ class Peers:
 
     def _fail_peer(self, number: int) -> None:
         """Hang up on a peer; what is held for it stays held if it cannot be let go of."""
-        self.channel.give_up(number)
+        self.channel.drop(number, MET_A_BUG)
         self.producer.forget(number)
 
     def _fail_inlet(self, digest: str) -> None:

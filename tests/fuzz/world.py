@@ -436,8 +436,8 @@ def check_nothing_left(site: Site) -> None:
     assert own.producer.request_leases.held_bytes == 0
     assert len(own._links) <= peers.LINKS_MAX
     assert len(own._agents) <= transfers.AGENTS_MAX
-    assert len(site.wire) <= side_channel.CAME_MAX + peers.LINKS_MAX
-    assert site.wire.came <= 1, "connections that are gone"
+    assert len(site.wire.lines.all) <= side_channel.CAME_MAX + peers.LINKS_MAX
+    assert len(site.wire.lines.came()) <= 1, "connections that are gone"
     assert all(not session.fetches for session in site.store.sessions.values())
     for landing in site.mover.landings.values():
         landing.check_all_free()
