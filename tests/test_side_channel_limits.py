@@ -151,7 +151,9 @@ def test_S2_what_peers_do_not_read_is_bounded_in_sum(
         deaf.sendall(framing.encode(m.Release(2)))
         until(lambda: len(server.got) == 2, server, friend)
         large = m.Welcome("agent", bytes(1 << 19))
-        while not server.channel.counts["too_many"]:
+        for _ in range(100):
+            if server.channel.counts["too_many"]:
+                break
             server.channel.send(server.got[1][0], large)
             server.channel.send(server.got[0][0], m.Computing(1))
             server.channel.poll(time.monotonic_ns())
@@ -277,7 +279,7 @@ def test_a_name_with_several_addresses_is_dialled_at_the_next_one(
     monkeypatch.setattr(side_channel, "GREETING_NS", 200_000_000)
     server, client, stranger = made(KEY, listens=True), made(KEY), made(ClusterKey(b"x" * 32))
     port = int(server.channel.address.rpartition(":")[2])
-    found = [(socket.AF_INET, 0, 0, "", (f"127.0.0.{host}", port)) for host in (2, 1)]
+    found = [(socket.AF_INET, 0, 0, "", (f"127.0.0.{host}", port)) for host in (2, 1, 2)]
 
     def look_up(host: str, *_: object, flags: int = 0, **__: object) -> object:
         assert host == "node.cluster"
@@ -300,7 +302,6 @@ def test_a_name_with_several_addresses_is_dialled_at_the_next_one(
         server.channel.close()
         until(lambda: client.lost, client)
         assert client.lost == [(number, "connection: disconnected")], "it is not dialled again"
-        found.append(found.pop(0))
         again = client.channel.connect(f"node.cluster:{port}")
         until(lambda: len(client.lost) == 2, client, stranger)
         assert client.lost[1][0] == again, "none of them is left"
