@@ -365,8 +365,8 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/wire/credentials.py": (("doors -k S1", "if not trusted(uid, named):"),),
     "kvstore/handover/consumer.py": (
         ("export peers peer_limits", "if fetch.peer != peer:\n            raise ProtocolError"),
-        ("direct_push -k B20_direct_a_slot", "= reason not in m.MAY_BE_WRITTEN", "= True"),
-        ("export -k P8_a_write", "if end.reason not in m.MAY_BE_WRITTEN:", "if True:"),
+        ("direct_push -k B20_direct_a_slot", "= settled.end not in m.MAY_BE_WRITTEN", "= True"),
+        ("export -k P8_a_write", "if end not in m.MAY_BE_WRITTEN:", "if True:"),
         (
             "long_loads -k B15_an_engine_that_hangs",
             "if waited_for and now_ns - fetch.arrived_ns < self._waits.limit_ns:",

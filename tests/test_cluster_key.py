@@ -72,16 +72,16 @@ def test_what_was_recorded_is_refused_and_counted_when_it_is_said_again(
     server, friend = made(KEY, listens=True), made(KEY)
     tap = Tap(server.channel.address)
     number = friend.channel.connect(tap.address)
-    friend.channel.send(number, m.Release(1))
+    friend.channel.send(number, m.Settle(1, 0))
     until(lambda: server.got, server, friend)
     assert b"Release" not in tap.up, "it is encrypted"
     host, _, port = server.channel.address.rpartition(":")
     with socket.create_connection((host, int(port))) as thief:
         thief.sendall(tap.up)
         until(lambda: server.channel.counts["unauthorised"], server, friend)
-    friend.channel.send(number, m.Release(2))
+    friend.channel.send(number, m.Settle(2, 0))
     until(lambda: len(server.got) == 2, server, friend)
-    assert [message for _, message in server.got] == [m.Release(1), m.Release(2)]
+    assert [message for _, message in server.got] == [m.Settle(1, 0), m.Settle(2, 0)]
     tap.close()
 
 
@@ -119,13 +119,13 @@ def test_B2_bytes_that_are_no_handshake_end_their_connection_and_no_other(
     socks = [socket.create_connection((host, int(port))) for _ in range(3)]
     for sock in socks:
         sock.sendall(says)
-    friend.channel.send(number, m.Release(1))
+    friend.channel.send(number, m.Settle(1, 0))
     until(lambda: server.got, server, friend)
     for sock in socks:
         sock.close()
     if key is not None:  # without one, what is said is a message or none
         until(lambda: server.channel.counts["unauthorised"] >= 1, server, friend)
-    friend.channel.send(number, m.Release(2))
+    friend.channel.send(number, m.Settle(2, 0))
     until(lambda: len(server.got) == 2, server, friend)
     assert not friend.lost
 

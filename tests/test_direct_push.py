@@ -116,7 +116,7 @@ def test_B19_direct_a_peer_that_says_too_early_that_it_has_written_is_not_believ
     pair.run(5)
     assert not pair.passed_on, "nor is it read there"
     assert not pair.passed
-    assert not any(isinstance(message, m.Confirm) for message in pair.up.sent)
+    assert not any(isinstance(message, m.Settle) and message.arrived for message in pair.up.sent)
 
 
 def test_P7_direct_blocks_are_written_as_a_prefill_computes_them() -> None:
@@ -216,7 +216,7 @@ def test_B20_direct_what_is_let_go_of_before_it_is_begun_is_not_written() -> Non
     pair.run(5)
     fill = m.Land(1, u32([0]), u32([10]), ranks=RANKS)
     pair.producer.on_message(pair.peer, fill, pair.giver.now_ns)
-    pair.producer.on_message(pair.peer, m.Release(1), pair.giver.now_ns)
+    pair.producer.on_message(pair.peer, m.Settle(1, 0), pair.giver.now_ns)
     pair.run(5)
     assert not pair.filled
     assert all(peer.held_bytes == 0 for peer in pair.producer._peers.values())
@@ -249,7 +249,7 @@ def test_B20_direct_what_a_peer_may_still_write_is_told_so(how: str) -> None:
         case "let go":
             pair.consumer.cancel(number)
         case "lease":
-            end = m.End(number, m.LEASE_OVER)
+            end = m.Settled(number, end=m.LEASE_OVER)
             pair.consumer.on_message(pair.peer, end, pair.taker.now_ns)
         case _:
             pair.consumer.on_exporter_lost()
@@ -261,7 +261,7 @@ def test_B20_direct_what_a_peer_may_still_write_is_told_so(how: str) -> None:
 def test_B20_direct_what_was_written_and_is_not_good_is_written_no_more() -> None:
     pair, number = pushed(1)
     pair.name(number, {0: [10]})
-    while not any(isinstance(message, m.Confirm) for message in pair.up.sent):
+    while not any(isinstance(message, m.Settle) and message.arrived for message in pair.up.sent):
         pair.run(1)
     pair.lose()
     pair.run(1)

@@ -65,7 +65,7 @@ def test_P8_B20_a_landing_slot_is_abandoned_and_not_used_again_while_something_m
     pair.consumer._settle(fetch)
     assert pair.consumer.quarantined == 3
     with pytest.raises(ProtocolError, match="is not this peer's"):
-        pair.consumer.on_message(pair.peer + 1, m.End(number, "all"), pair.taker.now_ns)
+        pair.consumer.on_message(pair.peer + 1, m.Settled(number, end="all"), pair.taker.now_ns)
     pair.run(6)
     assert [list(part.positions) for part in abandoned] == [[0, 1, 2]]
     assert len(pair.landing._free) == 3
@@ -103,8 +103,8 @@ def test_B16_blocks_are_held_for_a_while_after_the_lease_and_confirmed_no_more()
     assert pair.producer.counts["expired"] == 1
     said: list[framing.Message] = []
     pair.producer._send = lambda _peer, message: said.append(message)
-    pair.producer.on_message(pair.peer, m.Confirm(1, u32([0, 1])), end_ns)
-    assert said == [m.Valid(1, b"")]
+    pair.producer.on_message(pair.peer, m.Settle(1, 1000, u32([0, 1])), end_ns)
+    assert said == [m.Settled(1, end=m.LEASE_OVER)]
     assert pair.producer.counts["stale"] == 2
     pinned = [entry.pins for entry in pair.source.manager.index]
     assert pinned == [1, 1]
@@ -132,7 +132,7 @@ def test_B11_heartbeats_keep_a_lease_and_never_shorten_it() -> None:
     pair.run(2)
     (job,) = pair.producer._peers[pair.peer].jobs.values()
     before = job.deadline_ns
-    pair.producer.on_message(pair.peer, m.Extend(job.number, 1), pair.giver.now_ns)
+    pair.producer.on_message(pair.peer, m.Settle(job.number, 1), pair.giver.now_ns)
     assert job.deadline_ns == before
 
 
@@ -144,7 +144,7 @@ def test_a_peer_that_has_forgotten_a_fetch_says_so_within_two_seconds() -> None:
     pair.decode.ask(chain)
     pair.run(10)
     pair.producer.on_closed(pair.peer)
-    with pytest.raises(ProtocolError, match="Extend before Hello"):  # told to whoever sent it
+    with pytest.raises(ProtocolError, match="Settle before Hello"):  # told to whoever sent it
         pair.run(20, ms=100)
 
 
@@ -161,7 +161,7 @@ def test_B19_a_peer_cannot_confirm_what_has_not_been_checked() -> None:
     pair.decode.ask(chain)
     pair.run(2)
     with pytest.raises(ProtocolError, match="positions 0 to 0 were not all confirmed"):
-        pair.consumer.on_message(pair.peer, m.Valid(number, u32([0])), pair.taker.now_ns)
+        pair.consumer.on_message(pair.peer, m.Settled(number, u32([0])), pair.taker.now_ns)
     assert pair.arrived(chain) == 0
 
 

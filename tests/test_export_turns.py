@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.handover import fetches
+from kvstore.handover.consumer import STALL_NS
 from kvstore.handover.runs import Part, Places
 from kvstore.wire import framing
 from kvstore.wire import peer as m
@@ -21,7 +22,7 @@ def test_landing_slots_are_free_as_soon_as_their_blocks_are_copied(push: bool) -
     late, take = list[framing.Message](), pair.down.take
 
     def all_but_the_last_word(message: framing.Message) -> None:
-        late.append(message) if isinstance(message, m.Valid | m.End) else take(message)
+        late.append(message) if isinstance(message, m.Settled) else take(message)
 
     pair.down.take = all_but_the_last_word
     number = pair.want(chain, push=push)
@@ -33,6 +34,48 @@ def test_landing_slots_are_free_as_soon_as_their_blocks_are_copied(push: bool) -
         take(message)
     pair.run(3)
     assert pair.arrived(chain) == len(chain)
+    pair.check_nothing_left()
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_a_hand_over_ends_with_one_message_each_way(push: bool) -> None:
+    pair, chain = stored(3)
+    number = pair.want(chain, push=push)
+    pair.decode.ask(chain)
+    pair.run(40)
+    assert pair.arrived(chain) == 3
+    (asked,) = [message for message in pair.up.sent if isinstance(message, m.Settle)]
+    assert asked.arrived == u32(range(3))
+    answers = [message for message in pair.down.sent if isinstance(message, m.Settled)]
+    assert answers == [m.Settled(number, u32(range(3)), end="all")]
+    pair.check_nothing_left()
+
+
+def test_B19_an_answer_that_comes_late_makes_no_slot_valid() -> None:
+    """The slots that the blocks were to fill have other blocks by then."""
+    pair, chain = stored(2)
+    late, take = list[framing.Message](), pair.down.take
+
+    def all_but_answers(message: framing.Message) -> None:
+        late.append(message) if isinstance(message, m.Settled) else take(message)
+
+    pair.down.take = all_but_answers
+    pair.want(chain)
+    pair.decode.ask(chain)
+    pair.run(40)
+    assert late
+    pair.consumer.tick(pair.taker.now_ns + STALL_NS)
+    pair.run(3)
+    assert pair.consumer.counts["late"] == 1
+    (target,) = pair.taker.store.namespaces.values()
+    others = target.manager.prepare_store(8)
+    for message in late:
+        take(message)
+    pair.run(3)
+    assert pair.arrived(chain) == 0
+    assert not any(target.manager.index)
+    target.manager.give_back(others)
+    pair.down.take = take
     pair.check_nothing_left()
 
 

@@ -148,7 +148,7 @@ class Held:
             self._take(message)
 
 
-@pytest.mark.parametrize("kind", [m.Have, m.Valid])
+@pytest.mark.parametrize("kind", [m.Have, m.Settled])
 def test_P6_blocks_are_used_after_the_completion_only_which_clears_both_sides(
     kind: type[framing.Message],
 ) -> None:

@@ -115,9 +115,9 @@ class Rough:
             m.Hello(m.VERSION, "n" * 64, {"model": "m"}, "rough", b"no metadata"),
             m.Want(job, b"".join(chain), 32, (u32(range(len(chain))),), lease_ms=1000),
             m.Land(job, u32([0]), u32([1]), m.Region(1, 4096, 4), metadata=b"no metadata"),
-            m.Confirm(job, u32([0, 1])),
-            m.Extend(job, 1000),
-            m.Release(job),
+            m.Settle(job, 1000, u32([0, 1])),
+            m.Settle(job, 1000),
+            m.Settle(job, 0),
         )
         return self.rng.choice(said)
 

@@ -175,16 +175,16 @@ def test_one_more_connection_takes_the_place_of_the_one_silent_longest(
     for _ in range(3):
         says.append(place.caller(place.hello()))
         place.turns(1, ms=1000)
-    says[0](m.Release(1))
+    says[0](m.Settle(1, 0))
     place.turns(1)
     place.caller(place.hello())
     place.turns(1)
     assert len(place.prefill.peers.producer._peers) == 3
     place.heard.clear()
     for say in (says[0], says[2], says[1]):
-        say(m.Release(9))
+        say(m.Settle(9, 0))
     place.turns(1)
-    assert place.heard == [m.End(9, "unknown")] * 2
+    assert place.heard == [m.Settled(9, end="unknown")] * 2
 
 
 def test_peers_that_are_asked_are_limited_and_the_one_unused_longest_makes_room(
@@ -257,7 +257,7 @@ def test_without_descriptors_for_one_more_connection_its_peer_is_lost(
 
     monkeypatch.setattr(socket, "socket", none_left)
     number = made.connect("127.0.0.1:9")
-    made.send(number, m.Release(1))
+    made.send(number, m.Settle(1, 0))
     made.poll(1)
     assert lost == [(number, "connection: Too many open files")]
     made.close()
@@ -296,7 +296,7 @@ def test_blocks_that_a_peer_waits_for_are_limited(
     own.on_message(number, wanted(hashes(6), 1, request="r"), place.prefill.now_ns)
     with pytest.raises(ProtocolError, match="more than 10 blocks"):
         own.on_message(number, wanted(hashes(5, "y"), 2, request="r"), place.prefill.now_ns)
-    own.on_message(number, m.Release(1), place.prefill.now_ns)
+    own.on_message(number, m.Settle(1, 0), place.prefill.now_ns)
     own.on_message(number, wanted(hashes(5, "y"), 2, request="r"), place.prefill.now_ns)
 
 
@@ -309,7 +309,9 @@ def test_S2_blocks_that_all_peers_wait_for_are_limited(
     for number in range(3):
         place.caller(place.hello())(wanted(hashes(6, str(number)), request="r"))
     place.turns(1)
-    assert [message for message in place.heard if isinstance(message, m.End)] == [m.End(1, "busy")]
+    assert [message for message in place.heard if isinstance(message, m.Settled)] == [
+        m.Settled(1, end="busy")
+    ]
 
 
 def test_S2_an_unknown_request_is_looked_for_when_it_comes_and_not_in_each_turn(
@@ -377,8 +379,8 @@ def test_regions_that_peers_name_are_limited(place: Place, monkeypatch: pytest.M
         wanted(hashes(1), scope=bytes(257)),
         m.Land(1, TOO_MANY, b""),
         m.Land(1, b"", bytes((8 << 20) + 4)),
-        m.Confirm(1, TOO_MANY),
-        m.Confirm(1, b"", TOO_MANY),
+        m.Settle(1, 1000, TOO_MANY),
+        m.Settle(1, 1000, b"", TOO_MANY),
     ],
 )
 def test_what_would_be_kept_and_is_large_is_no_message(message: framing.Message) -> None:
@@ -401,8 +403,8 @@ def test_S2_hashes_have_a_width(width: int) -> None:
         m.Have(1, b"", bytes((8 << 20) + 4)),
         m.Have(1, b"", b"", TOO_MANY + TOO_MANY),
         m.Have(1, b"", b"", given=TOO_MANY),
-        m.Valid(1, TOO_MANY),
-        m.Valid(1, b"", TOO_MANY),
+        m.Settled(1, TOO_MANY),
+        m.Settled(1, b"", TOO_MANY),
     ],
 )
 def test_an_answer_speaks_of_as_many_blocks_as_a_job_can_have(message: framing.Message) -> None:

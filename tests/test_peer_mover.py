@@ -140,7 +140,7 @@ def test_what_has_arrived_on_the_side_channel_is_not_slept_over(mover: Transfers
         number = other.connect(peers.channel.address)
         mover.poll(time.monotonic_ns())  # the exporter is starting, and nothing is known of it yet
         assert peers.wait_s(time.monotonic_ns()) != 0
-        other.send(number, m.Release(1))
+        other.send(number, m.Settle(1, 0))
         ready, _, _ = select.select(list(peers.fds()), [], [], WAIT_S)
         assert ready
     finally:

@@ -377,7 +377,7 @@ def test_P9_an_ambiguous_id_is_refused() -> None:
     rig.run(6)
     assert number not in rig.consumer._fetches
     assert rig.decode.granted[ask].lease == 0
-    assert m.End(number, "ambiguous") in rig.down.sent
+    assert m.Settled(number, end="ambiguous") in rig.down.sent
     assert rig.producer.counts["ambiguous"] == 2
     assert rig.report("r-0-deadbeef") == "waits"
     rig.request_leases.gone("r-0-deadbeef", rig.source.manager, 1)
@@ -495,8 +495,8 @@ def test_P8_what_is_not_being_loaded_is_not_fetched_once_its_request_is_gone() -
     pair.run(4)
     pair.consumer.withdraw("r")
     assert number not in pair.consumer._fetches
-    assert m.Release(number) in pair.up.sent
-    assert m.Release(other) not in pair.up.sent
+    assert m.Settle(number, 0) in pair.up.sent
+    assert m.Settle(other, 0) not in pair.up.sent
     pair.producer.request_leases.gone("r", pair.source.manager, 1)
     pair.run(6)
     assert pair.arrived(chain) == 0

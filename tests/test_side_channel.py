@@ -38,12 +38,12 @@ def test_messages_go_both_ways_in_order(made: Callable[..., Post], key: ClusterK
     server, client = made(key, listens=True), made(key)
     number = client.channel.connect(server.channel.address)
     for job in range(1, 50):
-        client.channel.send(number, m.Release(job))
+        client.channel.send(number, m.Settle(job, 0))
     until(lambda: len(server.got) == 49, server, client)
-    assert [message for _, message in server.got] == [m.Release(job) for job in range(1, 50)]
-    server.channel.send(server.got[0][0], m.End(3, "all"))
+    assert [message for _, message in server.got] == [m.Settle(job, 0) for job in range(1, 50)]
+    server.channel.send(server.got[0][0], m.Settled(3, end="all"))
     until(lambda: client.got, server, client)
-    assert client.got == [(number, m.End(3, "all"))]
+    assert client.got == [(number, m.Settled(3, end="all"))]
 
 
 def test_two_peers_are_two_numbers(made: Callable[..., Post]) -> None:
@@ -51,13 +51,16 @@ def test_two_peers_are_two_numbers(made: Callable[..., Post]) -> None:
     clients = [made(), made()]
     for job, client in enumerate(clients):
         number = client.channel.connect(server.channel.address)
-        client.channel.send(number, m.Release(job))
+        client.channel.send(number, m.Settle(job, 0))
     until(lambda: len(server.got) == 2, server, *clients)
     for number, message in server.got:
-        assert isinstance(message, m.Release)
-        server.channel.send(number, m.End(message.job, "x"))
+        assert isinstance(message, m.Settle)
+        server.channel.send(number, m.Settled(message.job, end="x"))
     until(lambda: all(client.got for client in clients), server, *clients)
-    assert [client.got[0][1] for client in clients] == [m.End(0, "x"), m.End(1, "x")]
+    assert [client.got[0][1] for client in clients] == [
+        m.Settled(0, end="x"),
+        m.Settled(1, end="x"),
+    ]
 
 
 @pytest.mark.parametrize("theirs", [None, ClusterKey(b"x" * 32)])
@@ -70,9 +73,9 @@ def test_who_has_no_key_or_another_one_is_not_heard(
     stranger.channel.send(strange, WANT)
     until(lambda: stranger.lost, server, stranger)
     number = friend.channel.connect(server.channel.address)
-    friend.channel.send(number, m.Release(1))
+    friend.channel.send(number, m.Settle(1, 0))
     until(lambda: server.got, server, friend)
-    assert [message for _, message in server.got] == [m.Release(1)]
+    assert [message for _, message in server.got] == [m.Settle(1, 0)]
     assert not stranger.got
 
 
@@ -149,10 +152,10 @@ def test_what_cannot_be_read_is_answered_and_counted_and_others_are_served(
         if cut:
             cut[rng.randrange(len(cut))] ^= 1 << rng.randrange(8)
         rough.sendall(framing.framed(bytes(cut)))
-    rough.sendall(framing.encode(m.Release(666)))
+    rough.sendall(framing.encode(m.Settle(666, 0)))
     number = good.channel.connect(server.channel.address)
-    good.channel.send(number, m.Release(1))
-    until(lambda: any(message == m.Release(1) for _, message in server.got), server, good)
+    good.channel.send(number, m.Settle(1, 0))
+    until(lambda: any(message == m.Settle(1, 0) for _, message in server.got), server, good)
     until(lambda: server.channel.counts["malformed"] > 100, server, good)
     (answer, *more) = framing.Decoder(m.ToConsumer).feed(rough.recv(1 << 20))
     assert isinstance(answer, m.Refused)
@@ -173,7 +176,7 @@ def test_a_peer_that_ends_is_lost_at_once_and_can_be_asked_again(made: Callable[
     first, client = made(listens=True), made()
     port = int(first.channel.address.rpartition(":")[2])
     number = client.channel.connect(first.channel.address)
-    client.channel.send(number, m.Release(1))
+    client.channel.send(number, m.Settle(1, 0))
     until(lambda: first.got, first, client)
     first.channel.close()
     until(lambda: client.lost, client)
@@ -181,7 +184,7 @@ def test_a_peer_that_ends_is_lost_at_once_and_can_be_asked_again(made: Callable[
     second = Post()
     second.channel.listen("127.0.0.1", port)
     again = client.channel.connect(second.channel.address)
-    client.channel.send(again, m.Release(2))
+    client.channel.send(again, m.Settle(2, 0))
     until(lambda: second.got, second, client)
     second.channel.close()
     first.channel = Post().channel
@@ -201,22 +204,22 @@ def test_B2_who_says_too_much_in_a_second_is_hung_up_on_and_may_come_back(
 ) -> None:
     server, client = made(listens=True), made()
     number = client.channel.connect(server.channel.address)
-    client.channel.send(number, m.Release(1))
+    client.channel.send(number, m.Settle(1, 0))
     until(lambda: server.got, server, client)
     line = server.channel.lines.all[server.got[0][0]]
     line.heard_s, line.messages = 5, 9_999
     for job in (2, 3, 4):
-        client.channel.send(number, m.Release(job))
+        client.channel.send(number, m.Settle(job, 0))
     end = time.monotonic() + WAIT_S
     while not server.channel.counts["too_many"] or not client.lost:
         assert time.monotonic() < end
         server.channel.poll(5 * 10**9)
         client.channel.poll(time.monotonic_ns())
-    assert [message for _, message in server.got] == [m.Release(1), m.Release(2)]
+    assert [message for _, message in server.got] == [m.Settle(1, 0), m.Settle(2, 0)]
     assert server.lost == [(server.got[0][0], "it sent too many messages")]
     assert client.lost == [(number, "connection: disconnected")]
     again = client.channel.connect(server.channel.address)
-    client.channel.send(again, m.Release(5))
+    client.channel.send(again, m.Settle(5, 0))
     until(lambda: len(server.got) == 3, server, client)
 
 
@@ -245,7 +248,7 @@ def test_a_key_file_is_private_and_whole(tmp_path: Path) -> None:
 def test_what_is_no_address_is_a_peer_that_is_lost(made: Callable[..., Post], address: str) -> None:
     client = made()
     number = client.channel.connect(address)
-    client.channel.send(number, m.Release(1))
+    client.channel.send(number, m.Settle(1, 0))
     assert not client.lost, "nobody is told while something is being sent"
     until(lambda: client.lost, client)
     assert client.lost[0][0] == number

@@ -132,7 +132,7 @@ def test_S2_what_peers_leave_unfinished_is_bounded_in_sum(
 
         until(hung_up, server, friend)
         assert server.channel.lines.unfinished <= 2 << 20
-    friend.channel.send(number, m.Release(1))
+    friend.channel.send(number, m.Settle(1, 0))
     until(lambda: server.got, server, friend)
     assert not server.channel.counts["malformed"], "none of them got to the end of its message"
     until(lambda: len(server.channel.lines.came()) == 1, server, friend)
@@ -145,17 +145,17 @@ def test_S2_what_peers_do_not_read_is_bounded_in_sum(
     monkeypatch.setattr(side_channel, "UNREAD_BYTES_MAX", 1 << 20)
     server, friend = made(listens=True), made()
     number = friend.channel.connect(server.channel.address)
-    friend.channel.send(number, m.Release(1))
+    friend.channel.send(number, m.Settle(1, 0))
     until(lambda: server.got, server, friend)
     with connected(server) as deaf:
-        deaf.sendall(framing.encode(m.Release(2)))
+        deaf.sendall(framing.encode(m.Settle(2, 0)))
         until(lambda: len(server.got) == 2, server, friend)
         large = m.Welcome("agent", bytes(1 << 19))
         for _ in range(100):
             if server.channel.counts["too_many"]:
                 break
             server.channel.send(server.got[1][0], large)
-            server.channel.send(server.got[0][0], m.Computing(1))
+            server.channel.send(server.got[0][0], m.Settled(1, computing=True))
             server.channel.poll(time.monotonic_ns())
             friend.channel.poll(time.monotonic_ns())
     assert [number for number, _ in server.lost] == [server.got[1][0]]
@@ -175,7 +175,7 @@ def test_S2_connections_that_prove_nothing_are_few_and_keep_nobody_out(
         until(lambda: server.channel.counts["unauthorised"] >= 7, server)
         assert len(server.channel.lines.all) <= 3
         number = friend.channel.connect(server.channel.address)
-        friend.channel.send(number, m.Release(1))
+        friend.channel.send(number, m.Settle(1, 0))
         until(lambda: server.got, server, friend)
         for line in server.channel.lines.young.values():
             line.due_ns = 0
@@ -224,7 +224,7 @@ def test_S2_a_connection_that_is_reset_as_it_is_greeted_leaves_nothing(
             until(lambda: client.lost, client)
     assert not client.channel.lines._by_fd
     number = client.channel.connect(server.channel.address)
-    client.channel.send(number, m.Release(1))
+    client.channel.send(number, m.Settle(1, 0))
     until(lambda: server.got, server, client)
 
 
@@ -232,14 +232,14 @@ def test_B9_what_a_peer_said_before_it_closed_is_heard(made: Callable[..., Post]
     """Though we have something for it, and sending that fails."""
     server = made(listens=True)
     with connected(server) as peer:
-        peer.sendall(framing.encode(m.Release(1)))
+        peer.sendall(framing.encode(m.Settle(1, 0)))
         until(lambda: server.got, server)
         server.channel.send(server.got[0][0], m.Welcome("agent", bytes(1 << 20)))
         server.channel.send(server.got[0][0], m.Welcome("agent", bytes(1 << 20)))
-        peer.sendall(framing.encode(m.Release(2)))
+        peer.sendall(framing.encode(m.Settle(2, 0)))
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
     until(lambda: server.lost, server)
-    assert [message for _, message in server.got] == [m.Release(1), m.Release(2)]
+    assert [message for _, message in server.got] == [m.Settle(1, 0), m.Settle(2, 0)]
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["open", "keyed"])
@@ -253,22 +253,24 @@ def test_B9_what_a_peer_said_before_it_was_gone_is_heard_though_we_speak_first(
     def connect() -> None:
         tcp = connected(server)
         peers.append(tcp if key is None else key.tls(accepts=False).wrap_socket(tcp))
-        peers[0].sendall(framing.encode(m.Release(1)))
+        peers[0].sendall(framing.encode(m.Settle(1, 0)))
 
     connecting = threading.Thread(target=connect)
     connecting.start()
     until(lambda: server.got, server)
     connecting.join()
     number = server.got[0][0]
-    peers[0].sendall(framing.encode(m.Release(2)))
+    peers[0].sendall(framing.encode(m.Settle(2, 0)))
     peers[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     peers[0].close()
     eventually(
-        lambda: server.channel.send(number, m.End(1, "x")) or server.channel.counts["unsent"]
+        lambda: (
+            server.channel.send(number, m.Settled(1, end="x")) or server.channel.counts["unsent"]
+        )
     )
     assert not server.lost, "nobody is told while something is being sent"
     until(lambda: server.lost, server)
-    assert [message for _, message in server.got] == [m.Release(1), m.Release(2)]
+    assert [message for _, message in server.got] == [m.Settle(1, 0), m.Settle(2, 0)]
 
 
 @pytest.mark.parametrize("first", ["refuses", "silent", "stranger"])
@@ -294,7 +296,7 @@ def test_a_name_with_several_addresses_is_dialled_at_the_next_one(
             stranger.channel.listen("127.0.0.2", port)
         monkeypatch.setattr(name_lookups.socket, "getaddrinfo", look_up)
         number = client.channel.connect(f"node.cluster:{port}")
-        client.channel.send(number, m.Release(1))
+        client.channel.send(number, m.Settle(1, 0))
         until(lambda: server.got, server, client, stranger)
         assert not client.lost
         assert not stranger.got
@@ -317,7 +319,7 @@ def test_S2_much_of_one_peer_is_read_a_little_at_a_time(
     for post in (chatty, friend):
         number = post.channel.connect(server.channel.address)
         for job in range(1, 3 if post is friend else 50_000):
-            post.channel.send(number, m.Release(job))
+            post.channel.send(number, m.Settle(job, 0))
     until(lambda: len(server.got) > 2, server, friend, chatty)
     first = dict.fromkeys(number for number, _ in server.got)
     until(lambda: len({number for number, _ in server.got}) == 2, server, friend, chatty)
@@ -401,7 +403,7 @@ def test_S2_a_listener_without_descriptors_goes_on_when_there_are_some(
 ) -> None:
     server, client = made(listens=True), made()
     number = client.channel.connect(server.channel.address)
-    client.channel.send(number, m.Release(1))
+    client.channel.send(number, m.Settle(1, 0))
 
     def none_left(_listener: socket.socket) -> NoReturn:
         raise OSError(errno.EMFILE, "Too many open files")

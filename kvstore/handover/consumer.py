@@ -61,7 +61,7 @@ STALL_NS = 10_000_000_000
 LEASE_MS = 30_000
 EXTEND_NS = 1_000_000_000  # between heartbeats; the answer says that the peer still computes
 EXTEND_NS_MIN = 10_000_000
-FromProducer = m.Offer | m.Have | m.Computing | m.Valid | m.End
+FromProducer = m.Offer | m.Have | m.Settled
 
 
 class Waits(NamedTuple):
@@ -243,7 +243,7 @@ class Consumer:
         if not ok:
             for run in runs_of([p for p in moving if p not in fetch.residents]):
                 self._done(fetch, run, ok=False)
-        self._confirm(fetch, moving if ok else (), unread)
+        self._ask_validity(fetch, moving if ok else (), unread)
 
     def withdraw(self, request: str) -> None:
         """Claim nothing more for a request; blocks that are being loaded still arrive."""
@@ -271,29 +271,34 @@ class Consumer:
         if fetch.peer != peer:
             raise ProtocolError(f"job {message.job} is not this peer's")
         if message.job not in self._fetches:
-            if isinstance(message, m.End):
-                self._on_end_of_writes(fetch, message)
+            if isinstance(message, m.Settled) and message.end:
+                self._on_end_of_writes(fetch, message.end)
             return
-        if isinstance(message, m.Computing):
-            self._computing(fetch, now_ns)
-            return
-        fetch.heard_ns = now_ns
-        self._answered(fetch, message)
-        self._settle(fetch)
-
-    def _answered(self, fetch: Fetch, message: FromProducer) -> None:
         match message:
             case m.Offer():
+                fetch.heard_ns = now_ns
                 fetch.take(message)
                 self._give_up(fetch, bytes((WANTED,)))
             case m.Have():
+                fetch.heard_ns = now_ns
                 self._have(fetch, message)
-            case m.Valid():
-                self._valid(fetch, message)
-            case m.End(reason=reason):
-                fetch.ended = reason not in m.MAY_BE_WRITTEN
+            case m.Settled():
+                self._settled(fetch, message, now_ns)
+        self._settle(fetch)
+
+    def _settled(self, fetch: Fetch, settled: m.Settled, now_ns: int) -> None:
+        """Use what is valid, before the end that may come with it."""
+        if settled.valid or settled.again:
+            fetch.heard_ns = now_ns
+            self._valid(fetch, settled)
+        if settled.computing:
+            self._computing(fetch, now_ns)
+        if settled.end:
+            fetch.ended = settled.end not in m.MAY_BE_WRITTEN
+            fetch.released |= settled.end != m.LEASE_OVER
+            if fetch.left:
                 self._fail(fetch, "ended")
-                self._on_end_of_writes(fetch, message)
+            self._on_end_of_writes(fetch, settled.end)
 
     def _computing(self, fetch: Fetch, now_ns: int) -> None:
         """Wait for a peer that computes, up to a limit: its engine may hang."""
@@ -324,9 +329,9 @@ class Consumer:
         ago_ms = None if computed_ns is None else (now_ns - computed_ns) // 1_000_000
         return (now_ns - heard_ns) // 1_000_000, ago_ms
 
-    def _on_end_of_writes(self, fetch: Fetch, end: m.End) -> None:
+    def _on_end_of_writes(self, fetch: Fetch, end: str) -> None:
         """Free what a peer may have been writing, unless it may still do so."""
-        if end.reason not in m.MAY_BE_WRITTEN:
+        if end not in m.MAY_BE_WRITTEN:
             self._not_late(fetch, fetch.late if fetch.push else ())
 
     def _not_late(self, fetch: Fetch, positions: Iterable[int]) -> None:
@@ -406,7 +411,7 @@ class Consumer:
                 return
             for run in landed:
                 fetch.states.put(run, CHECKED)
-            self._confirm(fetch, joined(landed))
+            self._ask_validity(fetch, joined(landed))
         elif fetch.direct:
             self._pass_on(fetch, positions)
         else:
@@ -418,9 +423,9 @@ class Consumer:
         states = bytes((state,))
         return [part for run in runs_of(positions) for part in fetch.states.within(run, states)]
 
-    def _valid(self, fetch: Fetch, valid: m.Valid) -> None:
-        positions = m.positions_of(valid.positions, len(fetch.keys))
-        again = m.positions_of(valid.again, len(fetch.keys))
+    def _valid(self, fetch: Fetch, settled: m.Settled) -> None:
+        positions = m.positions_of(settled.valid, len(fetch.keys))
+        again = m.positions_of(settled.again, len(fetch.keys))
         for run in (*runs_of(positions), *runs_of(again)):
             if not fetch.states.are(run, CHECKED):
                 raise ProtocolError(f"positions {run[0]} to {run[1] - 1} were not all confirmed")
@@ -445,7 +450,7 @@ class Consumer:
                 self._fail(fetch, "late")
             elif now_ns >= fetch.extend_ns:
                 fetch.extend_ns = now_ns + self._extend_ns
-                self._peers.say(fetch.peer, m.Extend(fetch.number, LEASE_MS))
+                self._peers.say(fetch.peer, m.Settle(fetch.number, LEASE_MS))
             self._settle(fetch)
         self._move()
         self._flush()
@@ -481,7 +486,7 @@ class Consumer:
         for run in good:
             self._leave_landing(fetch, run)
             fetch.states.put(run, CHECKED)
-        self._confirm(fetch, joined(good))
+        self._ask_validity(fetch, joined(good))
         self._move()
 
     # As a tier
@@ -672,10 +677,13 @@ class Consumer:
             self._loads.ended(load, (part, part + stop - first), ok=ok)
             first = stop
 
-    def _confirm(self, fetch: Fetch, positions: Sequence[int], unread: Sequence[int] = ()) -> None:
+    def _ask_validity(
+        self, fetch: Fetch, arrived: Sequence[int], unread: Sequence[int] = ()
+    ) -> None:
         """Ask whether the lease of what has arrived held until now."""
-        if positions or unread:
-            self._peers.say(fetch.peer, m.Confirm(fetch.number, u32(positions), u32(unread)))
+        if arrived or unread:
+            asked = m.Settle(fetch.number, LEASE_MS, u32(arrived), u32(unread))
+            self._peers.say(fetch.peer, asked)
         self._settle(fetch)
 
     def _leave_landing(self, fetch: Fetch, run: Run) -> None:
@@ -715,4 +723,4 @@ class Consumer:
         if fetch.left or self._fetches.pop(fetch.number, None) is None:
             return
         if not fetch.released:
-            self._peers.say(fetch.peer, m.Release(fetch.number))
+            self._peers.say(fetch.peer, m.Settle(fetch.number, 0))

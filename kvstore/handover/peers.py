@@ -280,7 +280,9 @@ class Peers:
         if link.agent is not None:
             self.channel.send(number, message)
             return
-        if isinstance(message, m.Release):  # what it asked for was never sent
+        if (
+            isinstance(message, m.Settle) and not message.lease_ms
+        ):  # what it asked for was never sent
             link.waiting = [one for one in link.waiting if _job_of(one) != message.job]
             return
         link.waiting.append(message)

@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 
+import msgspec
+
 from kvstore.core.errors import ProtocolError
 from kvstore.core.tier import Tier
 from kvstore.core.types import BlockKey, LookupResult, Slot
@@ -60,7 +62,7 @@ MEMORY, PREFILL = "cpu", "prefill"
 Send = Callable[[int, Message], None]
 Write = SlotWrite | EngineWrite | SlotFill
 Guard = Callable[[int], AbstractContextManager[object]]
-OfJob = m.Land | m.Confirm | m.Extend | m.Release
+OfJob = m.Land | m.Settle
 
 
 class Producer:
@@ -115,10 +117,13 @@ class Producer:
         elif isinstance(message, OfJob):
             job = peer.jobs.get(message.job)
             if job is None:
-                self._send(peer.number, m.End(message.job, m.UNKNOWN))
-            elif not job.released:  # else its End follows once nothing is written any more
-                self._of_job(job, message, now_ns)
-                self._settle(job)
+                self._send(peer.number, m.Settled(message.job, end=m.UNKNOWN))
+            elif job.released:
+                pass  # its end follows once nothing is written any more
+            elif isinstance(message, m.Land):
+                self._land(job, message)
+            else:
+                self._judge(job, message, now_ns)
         else:
             raise ProtocolError(f"{type(message).__name__} is not for a producer")
 
@@ -135,21 +140,11 @@ class Producer:
         )
         self._send(number, m.Noted(message.request, found))
 
-    def _of_job(self, job: Job, message: OfJob, now_ns: int) -> None:
-        match message:
-            case m.Land():
-                job.write(job.land(message))
-                for rank in message.ranks:
-                    self._meet(job.peer.number, rank.agent, rank.metadata)
-            case m.Confirm():
-                self._confirm(job, message)
-            case m.Extend(lease_ms=lease_ms):
-                if not job.over:
-                    job.deadline_ns = max(job.deadline_ns, now_ns + m.lease_ns(lease_ms))
-                    if self._computes(job):
-                        self._send(job.peer.number, m.Computing(job.number))
-            case m.Release():
-                self._release(job)
+    def _land(self, job: Job, land: m.Land) -> None:
+        job.write(job.land(land))
+        for rank in land.ranks:
+            self._meet(job.peer.number, rank.agent, rank.metadata)
+        self._settle(job)
 
     def _computes(self, job: Job) -> bool:
         """Tell whether a job waits for an engine that computes, and for no transfer."""
@@ -233,12 +228,12 @@ class Producer:
     def _want(self, peer: Peer, want: m.Want, now_ns: int) -> None:
         if sum(other.blocks for other in self._peers.values()) >= WANTED_MAX:
             self.counts["refused"] += 1
-            self._send(peer.number, m.End(want.job, "busy"))
+            self._send(peer.number, m.Settled(want.job, end="busy"))
             return
         job = peer.open(want, now_ns)
         if self.request_leases.ambiguous(want.request, peer.source.manager):
             self.counts["ambiguous"] += 1
-            self._send(peer.number, m.End(want.job, "ambiguous"))
+            self._send(peer.number, m.Settled(want.job, end="ambiguous"))
             return
         peer.jobs[job.number] = job
         peer.blocks += len(job.keys)
@@ -288,10 +283,12 @@ class Producer:
             PREFILL if self.request_leases.may_come(job.request, job.source.manager, key) else None
         )
 
-    def _confirm(self, job: Job, confirm: m.Confirm) -> None:
-        positions = m.positions_of(confirm.positions, len(job.keys))
-        unread = m.positions_of(confirm.unread, len(job.keys))
-        told, again = self._told(job, positions), set(self._told(job, unread))
+    def _judge(self, job: Job, settle: m.Settle, now_ns: int) -> None:
+        """Answer by the lease that held until now; then extend it, or end it."""
+        arrived = m.positions_of(settle.arrived, len(job.keys))
+        unread = m.positions_of(settle.unread, len(job.keys))
+        extended_ns = now_ns + m.lease_ns(settle.lease_ms) if settle.lease_ms else None
+        told, again = self._told(job, arrived), set(self._told(job, unread))
         if job.residents and not job.push:
             again.update(position for position in told if job.is_overwritten(position))
         valid = told if not again else [position for position in told if position not in again]
@@ -299,10 +296,20 @@ class Producer:
         for run in runs_of(valid):
             self._done(job, run)
         self.counts["confirmed"] += len(valid)
-        self.counts["stale"] += len(positions) - len(valid)
-        self._send(job.peer.number, m.Valid(job.number, u32(valid), u32(sorted(again))))
+        self.counts["stale"] += len(arrived) - len(valid)
         job.untold += sorted(again)
+        if extended_ns is None:
+            self._release(job)
+        elif not job.over:
+            job.deadline_ns = max(job.deadline_ns, extended_ns)
         self._advance(job)
+        computing = not job.over and self._computes(job)
+        if arrived or unread or computing:
+            end = m.LEASE_OVER if job.over else ""
+            answer = m.Settled(job.number, u32(valid), u32(sorted(again)), computing, end)
+            self._settle(job, answer)
+        else:
+            self._settle(job)
 
     @staticmethod
     def _told(job: Job, positions: Sequence[int]) -> Sequence[int]:
@@ -335,7 +342,7 @@ class Producer:
             if not job.over and not job.released and now_ns >= job.deadline_ns:
                 job.over = True
                 self.counts["expired"] += 1
-                self._send(peer.number, m.End(job.number, m.LEASE_OVER))
+                self._send(peer.number, m.Settled(job.number, end=m.LEASE_OVER))
             if job.offer_ns is not None and (
                 now_ns >= min(job.offer_ns, job.look_ns)
                 or self.request_leases.knows(job.request, job.source.manager)
@@ -558,22 +565,26 @@ class Producer:
         for run in job.states.within(job.all, bytes((AWAITED, SUMMED, TOLD))):
             self._done(job, run)
 
-    def _settle(self, job: Job) -> None:
-        """Send what is due, and forget a job that has nothing left."""
+    def _settle(self, job: Job, answer: m.Settled | None = None) -> None:
+        """Send what is due, an answer first, and forget a job that has nothing left."""
         peer = job.peer
-        if job.unsummed:
-            self._take_sums(job)
-        if job.untold:
-            for message in job.messages(self._exporter()):
-                self._send(peer.number, message)
-        waits = job.left or job.offer_ns is not None
-        if waits or peer.jobs.pop(job.number, None) is None:
+        if job.left or job.offer_ns is not None:
+            if answer is not None:
+                self._send(peer.number, answer)
+            if job.unsummed:
+                self._take_sums(job)
+            if job.untold:
+                for message in job.messages(self._exporter()):
+                    self._send(peer.number, message)
+            return
+        if peer.jobs.pop(job.number, None) is None:
             return
         peer.blocks -= len(job.keys)
         if not peer.closed:
             failed = job.push and job.direct and bool(job.failed)
-            reason = m.FAILED if failed else "released" if job.released else "all"
-            self._send(peer.number, m.End(job.number, reason))
+            end = m.FAILED if failed else "released" if job.released else "all"
+            last = m.Settled(job.number) if answer is None else answer
+            self._send(peer.number, msgspec.structs.replace(last, end=end))
         elif not peer.jobs:
             self._peers.pop(peer.number, None)
 

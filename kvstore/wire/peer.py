@@ -11,16 +11,36 @@ an engine's block is good only once the producer has said so.
       Offer(job, positions) <---------------------------|   what there is, or will be
       Have(job, positions, places, sums) <--------------|   readable now; again and again
          READs them into landing slots, takes the sums
-      Confirm(job, positions) ------------------------->|   unpins them
-      Valid(job, positions) <---------------------------|   the lease held until now: bytes are good
-      Release(job) ------------------------------------>|
+      Settle(job, lease, arrived) --------------------->|   unpins them
+      Settled(job, valid, end) <------------------------|   the lease held until now: bytes are good
+
+Settle says how a consumer stands with a job, and Settled how its producer does:
+
+    Settle    arrived, with the right sum; unread, in an engine's memory; and for how long it wants
+              the rest: the heartbeat. 0: it reads no more
+    Settled   valid: of the arrived, those whose lease held, which are unpinned. again: overwritten
+              in the engine's memory, or unread, and told once more. computing: the request that is
+              waited for still runs. end: nothing more comes
+
+A consumer may use a block once it is valid, and not before. A Settle is judged by the lease that
+held when it came, before it extends that lease. Each that names blocks has one answer, in order,
+and a block is named again only after "again"; numbers of jobs are not used twice on a connection.
+So an answer that comes late is about the same bytes or about none: a given-up block is not waited
+for, and its landing slot is its own. What ends an exchange otherwise:
+
+    the lease is over       Settled(end "lease"). Nothing is valid any more, but what was told stays
+                            pinned for a while. Another end follows, once nothing is written
+    Settle(lease 0)         What is not under way is unpinned, the rest when its transfer has ended;
+                            then the end comes
+    connection lost         At the consumer all fails at once; the producer unpins as for lease 0.
+                            Nothing is left to say: who wants more makes another connection
+    an exporter restarted   The same: Refused, and all connections of that store end
+    a job that has ended    Settled(end "unknown"), whatever is said of it
 
 To be pushed, the consumer sends Land(job, positions, landing slots) as it has room, and Have
 comes once the producer has written them. If it is direct, both may name blocks of an engine's
-memory instead of slots, and no sums are needed; Valid(again) names those that the engine has
-overwritten since, which come once more, from slots. Extend(job) is the heartbeat; Computing(job)
-answers it while the request that is waited for still runs. End(job) says that no more will come.
-Durations travel, clocks are never compared.
+memory instead of slots, and no sums are needed; what the engine has overwritten since comes once
+more, from slots. Durations travel, clocks are never compared.
 
 A request that waits at the consumer is spoken of by its name, without Hello: Keep(request) is its
 heartbeat, Done(request) says that what is held for it is not wanted any more, Noted answers that.
@@ -41,7 +61,7 @@ from kvstore.core.limits import GROUPS_MAX, HASH_BYTES_MAX, Hash, Words
 from kvstore.core.types import GroupRule
 from kvstore.wire.framing import U32, WORD, Message, from_u32
 
-VERSION = 4
+VERSION = 5
 MESSAGE_BYTES_MAX = 16 << 20
 JOB_BLOCKS_MAX = 1 << 16
 LEASE_MS_MAX = 600_000
@@ -122,28 +142,17 @@ class Land(Message, frozen=True):
     metadata: Metadata = b""
 
 
-class Confirm(Message, frozen=True):
-    """Ask whether the lease held until now: these positions have arrived with the right sums.
+class Settle(Message, frozen=True):
+    """Ask whether the lease held until now, and extend it, or end it with lease_ms 0.
 
-    unread: positions that could not be read in an engine's memory; they are told once more.
+    arrived: positions, with the right sums. unread: positions that could not be read in an engine's
+    memory; they are told once more.
     """
 
     job: int
-    positions: Positions
-    unread: Positions = b""
-
-
-class Extend(Message, frozen=True):
-    """Heartbeat: the consumer still wants this."""
-
-    job: int
     lease_ms: int
-
-
-class Release(Message, frozen=True):
-    """The consumer reads no more of a job."""
-
-    job: int
+    arrived: Positions = b""
+    unread: Positions = b""
 
 
 class Keep(Message, frozen=True):
@@ -212,38 +221,27 @@ class Have(Message, frozen=True):
     ranks: Ranks = ()
 
 
-class Computing(Message, frozen=True):
-    """The answer to Extend while the job's request runs: what is not there yet is computed."""
-
-    job: int
-
-
-class Valid(Message, frozen=True):
-    """The lease held when these positions were confirmed.
-
-    again: of these the engine's memory has other content by now; they are told once more.
-    """
-
-    job: int
-    positions: Positions
-    again: Positions = b""
-
-
 LEASE_OVER = "lease"
 FAILED = "failed"  # of a direct push: what was under way may still come
-UNKNOWN = "unknown"  # it has ended before, and was said to
+UNKNOWN = "unknown"  # it has ended before, and its end was sent
 MAY_BE_WRITTEN = frozenset({LEASE_OVER, FAILED, UNKNOWN})
 
 
-class End(Message, frozen=True):
-    """Nothing more comes for a job: "all", or why not.
+class Settled(Message, frozen=True):
+    """The answer to Settle, or an end.
 
-    Nothing is written for it any more either, but for MAY_BE_WRITTEN. After LEASE_OVER another End
+    valid: the lease held when these arrived. again: of these the engine's memory has other content
+    by now, or could not be read; they are told once more. computing: the job's request runs, and
+    what is not there yet is computed. end: nothing more comes: "all", or why not; empty: it goes
+    on. Nothing is written any more either, but for MAY_BE_WRITTEN; after LEASE_OVER another end
     follows.
     """
 
     job: int
-    reason: Text
+    valid: Positions = b""
+    again: Positions = b""
+    computing: bool = False
+    end: Text = ""
 
 
 class Starting(Message, frozen=True):
@@ -265,8 +263,8 @@ class Noted(Message, frozen=True):
     state: RequestState
 
 
-ToProducer = Hello | Want | Land | Confirm | Extend | Release | Keep | Done
-ToConsumer = Welcome | Starting | Refused | Noted | Offer | Have | Computing | Valid | End
+ToProducer = Hello | Want | Land | Settle | Keep | Done
+ToConsumer = Welcome | Starting | Refused | Noted | Offer | Have | Settled
 
 
 _encoder = msgspec.msgpack.Encoder()

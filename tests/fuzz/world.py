@@ -173,8 +173,9 @@ class World:
                 job, positions, slots, region, metadata=self.rng.choice((b"", b"metadata"))
             )
         lease_ms = self.rng.choice((1, 1000, 30_000))
-        fixed = m.Confirm(job, self._positions()), m.Extend(job, lease_ms), m.Release(job)
-        return self._hello() if kind == 7 else fixed[kind - 4]
+        arrived = self._positions() if self.rng.random() < 0.4 else b""
+        settle = m.Settle(job, self.rng.choice((0, lease_ms, lease_ms)), arrived)
+        return self._hello() if kind == 7 else settle
 
     def _fill(self, job: int) -> m.Land:
         ranks = (self._rank(),) if self.rng.random() < 0.7 else ()
@@ -251,10 +252,12 @@ class World:
             places = u32([self.rng.choice((1, 1, self._number())) for _ in range(2 * count)])
             regions = (m.Region(1, 4096, 16),) if self.rng.random() < 0.5 else ()
             return m.Have(job, positions, places, bytes(8 * count), regions)
-        if kind == 4:
-            return m.Valid(job, positions, self._positions() if self.rng.random() < 0.3 else b"")
-        if kind == 5:
-            return m.End(job, self.rng.choice(("all", "lease", "released")))
+        if kind in {4, 5}:
+            again = self._positions() if self.rng.random() < 0.2 else b""
+            end = self.rng.choice(("", "", "all", "lease", "released"))
+            return m.Settled(job, positions, again, self.rng.random() < 0.2, end)
+        if kind == 6 and self.rng.random() < 0.5:
+            return m.Settled(job, end=self.rng.choice(("all", "lease", "released")))
         if kind == 6:
             return m.Welcome("evil", b"metadata")
         return m.Refused("no", retry=self.rng.random() < 0.5)

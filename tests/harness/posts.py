@@ -22,7 +22,7 @@ class Post:
         self.channel = Channel(key, self.take, lambda number, why: self.lost.append((number, why)))
 
     def take(self, number: int, message: framing.Message) -> None:
-        if message == m.Release(666):
+        if message == m.Settle(666, 0):
             raise ProtocolError("a wrong one")
         self.got.append((number, message))
 
