@@ -279,14 +279,15 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "tiers/nvme/startup.py": (
         ("nvme_failing -k damaged_before", "fresh.open(damage)", "fresh.open()"),
     ),
-    "kvstore/handover/peers.py": (
-        ("peer_limits -k S2_what_names", 'self.channel.counts["undialled"] += 1'),
-        ("peer_limits -k S2_what_names", "self._links[oldest].used_ns >= RESTING_NS:", "True:"),
+    "kvstore/handover/links.py": (
+        ("peer_limits -k S2_what_names", 'self._channel.counts["undialled"] += 1'),
+        ("peer_limits -k S2_what_names", "oldest.used_ns >= RESTING_NS:", "oldest.used_ns >= 0:"),
         (
             "peer_limits -k P4",
-            "link.waiting = [one for one in link.waiting if _job_of(one) != message.job]",
-            "link.waiting.append(message)",
+            "elif isinstance(message, m.Settle) and not message.lease_ms:",
         ),
+    ),
+    "kvstore/handover/peers.py": (
         (
             "peers_life -k S4_a_namespace",
             "if asked or self.producer.serves(namespace) or (inlet is not None and inlet.in_use):",

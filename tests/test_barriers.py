@@ -18,6 +18,7 @@ from kvstore.core.errors import InvariantBroken
 from kvstore.core.manager import Manager
 from kvstore.core.tiering import Tiering
 from kvstore.handover.consumer import Consumer
+from kvstore.handover.exported import ExportedMemory
 from kvstore.handover.heartbeats import Requests
 from kvstore.handover.jobs import Job
 from kvstore.handover.peers import Peers
@@ -155,7 +156,8 @@ def test_S2_what_fetches_meet_costs_the_namespace_its_fetches(
 
 
 @pytest.mark.parametrize(
-    "verb", [(Requests, "tick"), (RequestLeases, "tick"), (Peers, "_sweep"), (Peers, "_on_memory")]
+    "verb",
+    [(Requests, "tick"), (RequestLeases, "tick"), (Peers, "_sweep"), (ExportedMemory, "change")],
 )
 def test_S2_what_is_no_peers_costs_all_hand_overs_and_nothing_else(
     place: Place,
@@ -166,7 +168,7 @@ def test_S2_what_is_no_peers_costs_all_hand_overs_and_nothing_else(
     place.good.hand_over(hashes(2, "before"), push=False)
     monkeypatch.setattr(*verb, surprised)
     decode, taker = place.decode, place.good.taker
-    if verb[1] == "_on_memory":
+    if verb[1] == "change":
         decode.attach("other", identity="another model")
     place.turns(3, ms=300)
     assert decode.peers.off

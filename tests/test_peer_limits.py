@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
-from kvstore.handover import jobs, peers, producer, side_channel, transfers
+from kvstore.handover import jobs, links, producer, side_channel, transfers
 from kvstore.handover.fetches import Fetch
 from kvstore.handover.side_channel import Channel
 from kvstore.handover.transfers import PeerAgents, Transfers
@@ -191,7 +191,7 @@ def test_peers_that_are_asked_are_limited_and_the_one_unused_longest_makes_room(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Addresses come with requests: whoever may send one may name any."""
-    monkeypatch.setattr(peers, "LINKS_MAX", 3)
+    monkeypatch.setattr(links, "LINKS_MAX", 3)
     own = place.decode.peers
     for number in range(4):
         place.net.places[f"p{number}:1"] = lambda _end: (0, lambda _: None)
@@ -199,24 +199,28 @@ def test_peers_that_are_asked_are_limited_and_the_one_unused_longest_makes_room(
         place.ask(f"p{number}:1")
         place.turns(1)
     place.ask("p3:1")
-    assert {link.address for link in own._links.values()} == {"p0:1", "p1:1", "p2:1"}, "all busy"
-    place.turns(12, ms=100)
+    assert {link.address for link in own.links.all.values()} == {"p0:1", "p1:1", "p2:1"}, "all busy"
+    place.turns(45, ms=100)
     place.ask("p3:1")
-    assert {link.address for link in own._links.values()} == {"p1:1", "p2:1", "p3:1"}
+    assert {link.address for link in own.links.all.values()} == {"p1:1", "p2:1", "p3:1"}
     place.good.hand_over(hashes(3, "after it"), push=False)
 
 
 def test_S2_what_names_many_peers_at_once_dials_a_few(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "LINKS_MAX", 3)
+    monkeypatch.setattr(links, "LINKS_MAX", 3)
     place.turns(1)
     unwanted = [p.Unwanted(f"p{number}:1", f"r{number}") for number in range(50)]
     for each in unwanted:
         place.net.places[each.peer] = lambda _end: (0, lambda _: None)
     place.good.victim.step(unwanted=tuple(unwanted))
     place.turns(1)
-    assert [link.address for link in place.decode.peers._links.values()] == ["p0:1", "p1:1", "p2:1"]
+    assert [link.address for link in place.decode.peers.links.all.values()] == [
+        "p0:1",
+        "p1:1",
+        "p2:1",
+    ]
     assert place.decode.peers.channel.counts["undialled"] == 47
     assert "'p3:1' is one more than 3 peers that are in use" in caplog.text
     assert caplog.text.count("one more than") <= LINES_MAX
@@ -231,18 +235,18 @@ def test_P4_what_a_peer_was_never_sent_does_not_wait_for_it(
     for _ in range(5):
         place.ask(address)
         place.turns(1)
-    (link,) = place.decode.peers._links.values()
+    (link,) = place.decode.peers.links.all.values()
     assert len(link.waiting) == 5
     place.turns(60, ms=1000)
     assert not any(inlet.open for inlet in place.decode.peers._inlets.values())
-    assert link.waiting == []
+    assert not link.waiting
 
 
 def test_a_connection_that_is_not_used_is_closed(place: Place) -> None:
     place.good.hand_over(hashes(2), push=False)
-    assert len(place.decode.peers._links) == 1
+    assert len(place.decode.peers.links.all) == 1
     place.turns(2, ms=200_000)
-    assert not place.decode.peers._links
+    assert not place.decode.peers.links.all
     place.good.hand_over(hashes(2, "again"), push=False)
 
 

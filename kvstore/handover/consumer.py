@@ -23,7 +23,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -47,14 +47,12 @@ from kvstore.handover.fetches import (
     Loads,
 )
 from kvstore.handover.jobs import Source
+from kvstore.handover.links import Links
 from kvstore.handover.runs import Part, Run, at, joined, runs_of
 from kvstore.handover.transfers import LandingTurns, Regions, Slots, Transfers
 from kvstore.wire import engine as p
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, Message, u32
-
-if TYPE_CHECKING:
-    from kvstore.handover.peers import Peers
 
 ANSWER_NS = 1_000_000_000
 STALL_NS = 10_000_000_000
@@ -90,10 +88,11 @@ class Consumer:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: Links,
         source: Source,
         transfers: Transfers,
         send: Send,
+        fetched: Fetched,
         waits: Waits = WAITS,
     ) -> None:
         """source: the namespace. send(connection, message, None): to a worker of its engines."""
@@ -118,7 +117,8 @@ class Consumer:
         self._late: dict[int, Fetch] = {}  # of which something given up may still be written
         self._next = 1
         self._now_ns = 0
-        self.counts, self.fetched = peers.fetched.events, peers.fetched.blocks
+        self._fetched = fetched
+        self.counts, self.fetched = fetched.events, fetched.blocks
 
     # Asking
 
@@ -189,7 +189,7 @@ class Consumer:
     ) -> None:
         """A worker has read, or could not, or can be written to. Raises ProtocolError."""
         if isinstance(message, p.Arrived):
-            self._peers.fetched.direct_bytes += message.copied_bytes
+            self._fetched.direct_bytes += message.copied_bytes
         direct, fetch = self._direct.get(message.fetch), self._fetches.get(message.fetch)
         if direct is None:
             return
@@ -374,11 +374,6 @@ class Consumer:
     def in_use(self) -> bool:
         """Tell whether a fetch is open, or a landing slot is not free."""
         return bool(self._fetches or self.quarantined or self._landing.used)
-
-    @property
-    def asked(self) -> set[int]:
-        """The peers of open fetches."""
-        return {fetch.peer for fetch in self._fetches.values()}
 
     @property
     def quarantined(self) -> int:
