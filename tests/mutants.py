@@ -286,8 +286,17 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "peer_limits -k P4",
             "elif isinstance(message, m.Settle) and not message.lease_ms:",
         ),
+        ("links -k B2", 'if link.stage not in {"greeted", "starting"}:'),
+        ("links -k B2", 'if link.stage != "greeted":'),
     ),
     "kvstore/handover/peers.py": (
+        ("barriers -k S2_nothing_stays", "self.producer.request_leases.clear()"),
+        ("barriers -k S2_nothing_stays", "        if self.off:\n            return\n", ""),
+        (
+            "links -k reaches_itself",
+            "if agent == (self.exported.up and self.exported.up.name):",
+            "if False:",
+        ),
         (
             "peers_life -k S4_a_namespace",
             "if asked or self.producer.serves(namespace) or (inlet is not None and inlet.in_use):",

@@ -189,6 +189,33 @@ def test_S2_what_is_no_peers_costs_all_hand_overs_and_nothing_else(
     assert internal(place, decode=True) >= 1
 
 
+def test_S2_nothing_stays_pinned_once_hand_overs_are_off(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No turn ends leases any more, and engines go on to hand over."""
+    prefill, chain = place.prefill, hashes(3, "held")
+    place.good.put(chain)
+    place.turns(5)
+    place.caller(place.hello())(wanted(chain))
+
+    def hand_over(request: str) -> None:
+        done = p.HandedOver(request, "done", b"".join(chain), 32, lease_ms=30_000)
+        place.good.giver.step(handed_over=(p.HandedOver(request, "running"), done))
+        place.turns(2)
+
+    hand_over("before")
+    own, manager = prefill.peers.producer, prefill.namespace(place.good.giver).manager
+    assert own.request_leases.held_bytes == own.held_bytes > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Requests, "tick", surprised)
+        place.turns(1)
+    assert prefill.peers.off
+    hand_over("after")
+    assert own.request_leases.held_bytes == own.held_bytes == 0
+    assert len(own.request_leases) == 0
+    assert all(entry.pins == 0 for entry in manager.index)
+
+
 def test_S2_what_the_end_of_a_peer_meets_costs_nothing_more(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

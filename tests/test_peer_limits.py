@@ -392,6 +392,33 @@ def test_what_would_be_kept_and_is_large_is_no_message(message: framing.Message)
         m.decode_for_producer(m.encode(message))
 
 
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (m.Hello(1, "\u00e9" * 300, {}), "found 300, expected `str` of length <= 256"),
+        (m.Land(1, b"", bytes((8 << 20) + 4)), "found 8388612, expected `bytes` of length <= 83"),
+        (m.Want(1, b"", 1, (b"", TOO_MANY)), "found 262148, expected `bytes` of length <= 262144"),
+        (m.Want(1, b"", 1, (b"",) * 65), "found 65, expected `array` of length <= 64"),
+        (m.Hello(1, "n", {f"{n}": "" for n in range(70)}), "found 70, expected `object` of len"),
+    ],
+)
+def test_a_limit_that_is_not_met_is_named_with_what_was_found(
+    message: framing.Message, text: str
+) -> None:
+    with pytest.raises(ProtocolError, match=f"^not a message of side channel {m.VERSION}: {text}"):
+        m.decode_for_producer(m.encode(message))
+    engine = framing.Decoder(p.ToStore)
+    with pytest.raises(ProtocolError, match="found 99, expected `int` <= 64"):
+        list(engine.feed(framing.encode(p.Step((p.Lookup(1, b"", 99),)))))
+
+
+def test_S2_what_was_found_is_not_searched_for_in_a_message_of_many_fields() -> None:
+    """Fields that nothing names are skipped, and would be objects each."""
+    fields = ["Keep", "n" * 300, "r", 1, *range(1 << 17)]
+    with pytest.raises(ProtocolError, match=": Expected `str` of length <= 256"):
+        m.decode_for_producer(msgspec.msgpack.encode(fields))
+
+
 @pytest.mark.parametrize("width", [-1, 0, 65, 1 << 20])
 def test_S2_hashes_have_a_width(width: int) -> None:
     with pytest.raises(ProtocolError, match=rf"^hashes of {width} bytes, expected 1 to 64$"):

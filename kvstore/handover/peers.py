@@ -213,6 +213,8 @@ class Peers:
     def _on_answer(self, number: int, link: Link, message: Message) -> None:
         consumer = self._inlets[link.digest]
         match message:
+            case m.Welcome(agent) if agent == (self.exported.up and self.exported.up.name):
+                self.channel.drop(number, "it is this store, under another address")
             case m.Welcome(agent, metadata):
                 self.links.welcome(link, message)
                 self._agents.meet(number, agent, metadata)
@@ -387,6 +389,9 @@ class Peers:
             with self._barrier.around("the end of fetches"):
                 inlet.clear()
         self.exported.end()
+        with self._barrier.around("what is held for peers"):
+            self.producer.on_exporter_lost("hand-overs are off")
+            self.producer.request_leases.clear()
         with self._barrier.around("the end of hand-overs"):
             self.close()
         self.channel.address = ""
