@@ -273,9 +273,6 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "connectors/vllm_identity.py": (
         ("engine/length -x", "decided_by_length(model, code, length) for length in lengths", ""),
     ),
-    "tiers/nixl/exporter_child.py": (
-        ("doors -k S1_children", '"-P", "-m", "tiers.nixl.exporter', '"-m", "tiers.nixl.exporter'),
-    ),
     "tiers/nvme/startup.py": (
         ("nvme_failing -k damaged_before", "fresh.open(damage)", "fresh.open()"),
     ),
@@ -374,24 +371,9 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/wire/credentials.py": (("doors -k S1", "if not trusted(uid, named):"),),
     "kvstore/handover/consumer.py": (
-        ("export peers peer_limits", "if fetch.peer != peer:\n            raise ProtocolError"),
-        ("direct_push -k B20_direct_a_slot", "= settled.end not in m.MAY_BE_WRITTEN", "= True"),
-        ("export -k P8_a_write", "if end not in m.MAY_BE_WRITTEN:", "if True:"),
         (
-            "long_loads -k B15_an_engine_that_hangs",
-            "if waited_for and now_ns - fetch.arrived_ns < self._waits.limit_ns:",
-            "if waited_for:",
-        ),
-        ("export peers -k 'sum or corrupt or B19'", ".released else wrong", ".released else ()"),
-        (
-            "export peers peers_life",
-            "self._put_late(fetch, range(first, end))\n        if not fetch.push:",
-            "self._landing.give_back(fetch.landing[first:end])\n        if not fetch.push:",
-        ),
-        ("export -k B19_a_peer", "if not fetch.states.are(run, CHECKED):"),
-        (
-            "direct_push -k B20_direct_a_late_end",
-            "direct.flush()  # no turn may come: its fetch is over",
+            "export peers peer_limits",
+            "if fetch.connection != peer:\n            raise ProtocolError",
         ),
         (
             "direct_fetch -k direct_what_has_failed",
@@ -406,6 +388,36 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "direct_fetch -k B20_direct_what_was_under_way",
             "finally:\n            self._flush()",
             "finally:\n            pass",
+        ),
+    ),
+    "kvstore/handover/fetches.py": (
+        ("direct_push -k B20_direct_a_slot", "= settled.end not in m.MAY_BE_WRITTEN", "= True"),
+        ("export -k P8_a_write", "if end not in m.MAY_BE_WRITTEN:", "if True:"),
+        (
+            "long_loads -k B15_an_engine_that_hangs",
+            "if waited_for and now_ns - self.arrived_ns < limit_ns:",
+            "if waited_for:",
+        ),
+        ("export -k B19_a_peer", "if not self.states.are(run, CHECKED):"),
+        (
+            "export_turns -k one_message",
+            "self.released |= settled.end != m.LEASE_OVER",
+        ),
+    ),
+    "kvstore/handover/arrivals.py": (
+        ("export peers -k 'sum or corrupt or B19'", ".released else wrong", ".released else ()"),
+        (
+            "export peers peers_life",
+            "self.quarantined += end - first\n        fetch.late.update(range(first, end))",
+            "self.landing.give_back(fetch.landing[first:end])",
+        ),
+        ("export", "self.quarantined -= len(positions)"),
+        ("export_turns -k S2", "while waiting and not waiting[0][0].left:", "while False:"),
+    ),
+    "kvstore/handover/direct_fetches.py": (
+        (
+            "direct_push -k B20_direct_a_late_end",
+            "self.flush()  # no turn may come: its fetch is over",
         ),
     ),
     "kvstore/handover/engine_writes.py": (
@@ -426,7 +438,12 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "now_ns >= job.offer_ns",
         ),
         ("export", "if not job.over and not job.released and now_ns >= job.deadline_ns:"),
-        ("export", "if job.over:\n            return ()", ""),
+        (
+            "export -k B16_blocks_are_held",
+            "elif not job.over:\n            job.deadline_ns",
+            "else:\n            job.deadline_ns",
+        ),
+        ("export -k B16_blocks_are_held", 'end = m.LEASE_OVER if job.over else ""', 'end = ""'),
         (
             "direct_engine export",
             "again.update(position for position in told if job.is_overwritten(position))",
@@ -441,11 +458,16 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "self._engine_writes.abandon(job.part(writing))",
         ),
     ),
+    "kvstore/handover/jobs.py": (("export", "if self.over:\n            return ()", ""),),
+    "kvstore/handover/held_memory.py": (
+        ("export peers peer_limits -k 'held or B20 or cap'", "manager.unpin(entry)"),
+    ),
     "kvstore/handover/runs.py": (
         ("export -k S2_landing", "if max(slots, default=0) >= region.slots:"),
     ),
     "tiers/nixl/supervisor.py": (
         ("turns -k asks_nothing", "told = bool(self._epoll.poll(0))", "told = True"),
+        ("doors -k S1_children", '"-P", "-m", "tiers.nixl.exporter', '"-m", "tiers.nixl.exporter'),
     ),
     "tiers/cpu.py": (
         ("memory_limits -k S5_an_extent", "if wanted + MARGIN_BYTES > left.bytes:"),

@@ -205,13 +205,13 @@ def test_S2_nothing_stays_pinned_once_hand_overs_are_off(
 
     hand_over("before")
     own, manager = prefill.peers.producer, prefill.namespace(place.good.giver).manager
-    assert own.request_leases.held_bytes == own.held_bytes > 0
+    assert own.request_leases.held_bytes == own.held.bytes > 0
     with monkeypatch.context() as patch:
         patch.setattr(Requests, "tick", surprised)
         place.turns(1)
     assert prefill.peers.off
     hand_over("after")
-    assert own.request_leases.held_bytes == own.held_bytes == 0
+    assert own.request_leases.held_bytes == own.held.bytes == 0
     assert len(own.request_leases) == 0
     assert all(entry.pins == 0 for entry in manager.index)
 

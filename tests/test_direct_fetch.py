@@ -201,7 +201,9 @@ def direct(*, push: bool = False) -> tuple[DirectFetch, list[tuple[int, framing.
         sent.append((connection, message))
 
     workers = {0: 10, 1: 11}
-    return DirectFetch(send, 5, 1, workers, frozenset([0, 1, 2]), push), sent
+    return DirectFetch(
+        send, lambda: ("agent", b"md"), 5, 1, workers, frozenset([0, 1, 2]), push
+    ), sent
 
 
 def arrived(*positions: int, ok: bool = True) -> p.Arrived:
@@ -487,7 +489,7 @@ def test_a_session_that_ends_lets_go_of_what_its_lookups_wait_for() -> None:
 def test_direct_what_has_failed_between_offer_and_claim_is_told() -> None:
     pair, chain = stored(3)
     number = offered(pair, chain)
-    pair.consumer._done(pair.consumer._fetches[number], (1, 2), ok=False)
+    pair.consumer._fetches[number].done((1, 2), ok=False)
     pair.claim(number, [0, 1, 2])
     assert pair.passed == {(number, 1): False}
     pair.claim(number + 1, [0])

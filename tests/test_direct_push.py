@@ -10,17 +10,18 @@ import pytest
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import GroupLayout, PageRun, RankLayout, RankPages
-from kvstore.handover import jobs, transfers
+from kvstore.handover import jobs, moves, transfers
 from kvstore.handover.consumer import ANSWER_NS, STALL_NS
 from kvstore.handover.jobs import Job
 from kvstore.handover.runs import Part
-from kvstore.handover.transfers import PeerAgents, SlotFill, Transfers
+from kvstore.handover.transfers import PeerAgents, SlotFill
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, u32
 from tests.harness.handover_pair import Pair, stored
 from tests.test_peer_limits import Place, Told
+from tiers.nixl.supervisor import Exporter
 
 HALF = SLOT_BYTES // 2
 
@@ -164,7 +165,7 @@ def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() 
     part = held[0][0]
     pair.producer.written(part, ok=False)
     pair.run(5)
-    assert job_of(pair).states[0] == jobs.WRITING, "the other rank's half is being written"
+    assert job_of(pair).states[0] == moves.MOVING, "the other rank's half is being written"
     assert not pair.passed
     pair.producer.written(part, ok=True)
     pair.run(5)
@@ -395,7 +396,7 @@ def test_the_workers_of_a_peers_engine_are_known_as_long_as_its_connection(
     monkeypatch.setattr(transfers, "NAMED_MAX", 3)
     monkeypatch.setattr(transfers, "AGENTS_MAX", 3)
     told = Told()
-    known = PeerAgents(cast("Transfers", told))
+    known = PeerAgents(cast("Exporter", told))
     for name in ("exporter", "a", "b"):
         known.meet(1, name, b"md")
     known.meet(1, "a", b"again")

@@ -472,7 +472,7 @@ def test_S1_children_import_nothing_from_the_current_folder(tmp_path: Path) -> N
         )
     code = f"""
         from kvstore import launch
-        from tiers.nixl.exporter_child import Child
+        from tiers.nixl.supervisor import Child
         from tiers.nvme.index_client import IndexClient
         import pathlib, os, select
         launch.ensure("engine {secrets.token_hex(4)}", 64 << 20)

@@ -11,7 +11,7 @@ from connectors.direct_reads import WriteEnd
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import METADATA_MAX, PageRun, RankPages
 from kvstore.handover import engine_writes as under_test
-from kvstore.handover import jobs
+from kvstore.handover import jobs, moves
 from kvstore.handover.engine_blocks import Resident
 from kvstore.handover.engine_writes import AT_ONCE, LOST_NS, OF_PEER, SLOW_NS, WAIT_NS, EngineWrites
 from kvstore.handover.peers import Peers
@@ -127,7 +127,7 @@ def test_B19_direct_a_write_that_stopped_though_it_was_wanted_has_not_been_made(
 @pytest.mark.parametrize("how", [{"ok": True}, {"ok": False, "stopped": True}])
 def test_B20_direct_what_nobody_waits_for_is_not_written_once_more(how: dict[str, bool]) -> None:
     pair, _, memory, number = shown(0, 1, 2)
-    assert job_of(pair).states[0] == jobs.WRITING
+    assert job_of(pair).states[0] == moves.MOVING
     pair.read(number, [0, 1, 2], ok=False)
     pair.run(5)
     assert len(pair.unsafe) == 3

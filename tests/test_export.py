@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
-from kvstore.handover import fetches, jobs
+from kvstore.handover import jobs, moves
 from kvstore.handover import producer as o
 from kvstore.handover.runs import Part
 from kvstore.wire import framing
@@ -61,9 +61,9 @@ def test_P8_B20_a_landing_slot_is_abandoned_and_not_used_again_while_something_m
     while len(pair.landing._free) > LANDING - 3 or not moving:
         pair.run(1)
     fetch = pair.consumer._fetches[number]
-    pair.consumer._fail(fetch, "test")
+    fetch.fail("test")
     pair.consumer._settle(fetch)
-    assert pair.consumer.quarantined == 3
+    assert pair.consumer.arrivals.quarantined == 3
     with pytest.raises(ProtocolError, match="is not this peer's"):
         pair.consumer.on_message(pair.peer + 1, m.Settled(number, end="all"), pair.taker.now_ns)
     pair.run(6)
@@ -72,7 +72,7 @@ def test_P8_B20_a_landing_slot_is_abandoned_and_not_used_again_while_something_m
     for work in moving:
         work()
     pair.run(10)
-    assert pair.consumer.quarantined == 0
+    assert pair.consumer.arrivals.quarantined == 0
     pair.check_nothing_left()
 
 
@@ -178,7 +178,7 @@ def test_what_was_checked_after_its_peer_was_lost_is_not_waited_for() -> None:
     pair, chain = stored(2)
     number = pair.want(chain)
     pair.decode.ask(chain)
-    while not pair.consumer._fetches[number].states.are((0, 2), fetches.LANDED):
+    while not pair.consumer._fetches[number].states.are((0, 2), moves.LANDED):
         pair.run(1)
     pair.lose()
     pair.run(3)
@@ -334,8 +334,8 @@ def test_P8_a_write_that_outlives_its_lease_lands_in_quarantine(
 ) -> None:
     pair, chain, moving = Pair(), hashes(2), list[Callable[[], None]]()
     pair.put(chain)
-    write = pair.moves.write
-    monkeypatch.setattr(pair.moves, "write", lambda *job: moving.append(partial(write, *job)))
+    move = pair.moves.move
+    monkeypatch.setattr(pair.moves, "move", lambda *job: moving.append(partial(move, *job)))
     pair.want(chain, push=True)
     pair.decode.ask(chain)
     while not moving:
@@ -343,12 +343,12 @@ def test_P8_a_write_that_outlives_its_lease_lands_in_quarantine(
     pair.producer.tick(pair.giver.now_ns + 31 * 10**9)
     pair.run(6)
     assert not pair.consumer._fetches
-    assert pair.consumer.quarantined == 2
+    assert pair.consumer.arrivals.quarantined == 2
     assert len(pair.landing._free) == LANDING - 2
     for work in moving:
         work()
     pair.run(6)
-    assert pair.consumer.quarantined == 0
+    assert pair.consumer.arrivals.quarantined == 0
     pair.check_nothing_left()
 
 

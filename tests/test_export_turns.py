@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvstore.handover import fetches
+from kvstore.handover import moves
 from kvstore.handover.consumer import STALL_NS
 from kvstore.handover.runs import Part, Places
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import hashes, keys_of, u32
-from tests.harness.handover_pair import LANDING, Pair, stored
+from tests.harness.handover_pair import LANDING, Pair, bare_fetch, stored
 
 
 @pytest.mark.parametrize("push", [False, True])
@@ -29,7 +29,7 @@ def test_landing_slots_are_free_as_soon_as_their_blocks_are_copied(push: bool) -
     pair.decode.ask(chain)
     pair.run(60)
     fetch = pair.consumer._fetches[number]
-    assert fetch.states.are(fetch.all, fetches.CHECKED), "more than there are landing slots"
+    assert fetch.states.are(fetch.all, moves.CHECKED), "more than there are landing slots"
     for message in late:
         take(message)
     pair.run(3)
@@ -103,25 +103,43 @@ def test_what_ends_one_by_one_in_a_turn_is_gone_on_with_in_one_go() -> None:
 def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
     """Two peers that always want more leave no slot to a third, were it not for its turn."""
     pair, got = Pair(), list[tuple[int, int]]()
-    consumer = pair.consumer
+    arrivals = pair.consumer.arrivals
     pair.peer = 9
 
     def read(part: Part, *_: object) -> None:
         got.append((part.peer, len(part.positions)))
 
-    consumer._transfers.read = read  # type: ignore[method-assign,assignment]
+    arrivals._transfers.move = read  # type: ignore[method-assign,assignment]
     for peer, count in ((1, 9), (2, 9), (3, 1)):
         keys = keys_of(hashes(count, str(peer)))
-        fetch = consumer._fetches[peer] = fetches.Fetch(peer, peer, keys, 0, 0, "", False, False)
-        fetch.states.put(fetch.all, fetches.CLAIMED)
+        fetch = bare_fetch(arrivals, peer, keys)
+        fetch.states.put(fetch.all, moves.CLAIMED)
         fetch.places.put(range(count), m.Region(0, 0, 1), array("I", [0] * count))
-        consumer._turns.queue(peer, peer, fetch.all)
-    consumer._move()
+        arrivals._turns.queue(fetch, fetch.all)
+    arrivals.start()
     assert got == [(1, 4), (2, 2)], "three quarters of six, and the rest"
-    consumer._turns.left(1, 1)
-    consumer._landing.give_back([5])
-    consumer._move()
+    arrivals._turns.left(1, 1)
+    arrivals.landing.give_back([5])
+    arrivals.start()
     assert got[2:] == [(3, 1)]
+
+
+def test_S2_a_fetch_that_has_ended_does_not_wait_for_a_landing_slot() -> None:
+    pair = Pair()
+    arrivals = pair.consumer.arrivals
+    taken = arrivals.landing.take(LANDING)
+    made = [bare_fetch(arrivals, 1, keys_of(hashes(2, str(number)))) for number in range(3)]
+    for fetch in made:
+        fetch.states.put(fetch.all, moves.CLAIMED)
+        arrivals._turns.queue(fetch, fetch.all)
+    made[0].left = made[1].left = 0
+    arrivals.start()
+    assert [fetch for fetch, _ in arrivals._turns._waiting[1]] == made[2:]
+    made[2].left = 0
+    arrivals.start()
+    assert not arrivals._turns._waiting
+    arrivals.landing.give_back(taken)
+    pair.check_nothing_left()
 
 
 def test_what_is_said_of_many_blocks_is_what_is_said_of_each() -> None:
@@ -145,15 +163,15 @@ def test_what_is_said_of_many_blocks_is_what_is_said_of_each() -> None:
 def test_blocks_that_are_no_neighbours_are_checked_in_one_go() -> None:
     pair, asked = Pair(), list[tuple[list[int], list[int]]]()
     keys = keys_of(hashes(3))
-    fetch = fetches.Fetch(1, pair.peer, keys, 0, 0, "", False, False)
+    fetch = bare_fetch(pair.consumer.arrivals, pair.peer, keys)
     fetch.slots, fetch.sums = array("I", [4, 5, 6]), array("Q", [7, 8, 9])
 
     def check(part: Part, _digest: str, named: list[bytes], sums: array[int], *_: object) -> None:
         assert named == [keys[position] for position in part.positions]
         asked.append((list(part.positions), list(sums)))
 
-    pair.consumer._transfers.check = check  # type: ignore[method-assign,assignment]
-    pair.consumer._check(fetch, [(0, 1), (2, 3)])
+    pair.consumer.arrivals._transfers.check = check  # type: ignore[method-assign,assignment]
+    pair.consumer.arrivals.written(fetch, [(0, 1), (2, 3)])
     assert asked == [([0, 2], [7, 9])]
 
 

@@ -29,7 +29,7 @@ from tests.harness.exporter_rig import (
 )
 from tests.harness.patience import WAIT_S
 from tiers.nixl import messages as m
-from tiers.nixl.exporter_child import Child
+from tiers.nixl.supervisor import Child
 
 TRANSPORTS = {"cma": None, "tcp": "tcp,self"}
 BLOCKS = (4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB, 5000)
@@ -194,8 +194,8 @@ def random_message(rng: random.Random) -> Message:
         (
             m.Map(number, other, rng.random() < 0.5, number),
             m.Unmap(number),
-            m.AddPeer(name, data),
-            m.RemovePeer(name),
+            m.Peer(name, data),
+            m.Peer(name, None),
             m.Abandon(number),
             m.Transfer(number, name, rng.random() < 0.5, 1, other, number, other, data, data),
         )
@@ -221,8 +221,8 @@ def test_anything_that_is_said_is_answered_and_ends_nothing(told: Told) -> None:
     assert told.child.ended() is None
     told.child.send(m.Map(77, extent.bytes, False, 2), extent.fd)
     told.child.send(m.Unmap(77))
-    told.until(m.Unmapped)
-    assert m.NotMapped(77, "extent 77 is mapped already") in told.said
+    told.until(m.Unmapped, 2)
+    assert m.Unmapped(77, "extent 77 is mapped already") in told.said
     extent.close()
 
 
@@ -238,7 +238,7 @@ def test_only_sealed_memory_that_is_there_is_mapped(told: Told) -> None:
     ):
         told.child.send(m.Map(10 + number, size, False, first + number), fd)
     told.child.send(m.Map(20, MIB, False, first + 9))  # comes without
-    found = [one.text for one in told.until(m.NotMapped, 5) if isinstance(one, m.NotMapped)]
+    found = [one.text for one in told.until(m.Unmapped, 5) if isinstance(one, m.Unmapped)]
     assert found[0] == f"0 bytes to map, expected 1 to {extent.bytes}, its size"
     assert found[1] == f"{extent.bytes + 1} bytes to map, expected 1 to {extent.bytes}, its size"
     assert found[2] == "seals 0x0, expected F_SEAL_SHRINK among them"

@@ -23,7 +23,7 @@ from tests.bench.steal import Watch
 from tests.harness.exporter_rig import EXPORT, KIB, LANDING, MIB, Side, end, start_all, wait
 from tests.harness.patience import WAIT_S
 from tiers.nixl import supervisor
-from tiers.nixl.messages import Ended, Mapped, NotMapped, Ready, Transfer, Unmapped, Wrong
+from tiers.nixl.messages import Ended, Mapped, Ready, Transfer, Unmapped, Wrong
 from tiers.nixl.supervisor import Down, Exporter, Settings
 
 pytestmark = pytest.mark.slow
@@ -194,7 +194,7 @@ LIES: dict[str, list[Message]] = {
     "the end of transfer 99, which is not open": [Ended(99, 0, 0.0)],
     "Unmapped of extent 1, which was not asked for": [Unmapped(1)],
     "Mapped of extent 9, which was not asked for": [Mapped(9, 4096)],
-    "NotMapped of extent 9, which was not asked for": [NotMapped(9, "")],
+    "Unmapped of extent 9, which was not asked for": [Unmapped(9, "no")],
     "101 messages not understood": [Wrong("x" * 10_000)] * 200,
 }
 
@@ -217,6 +217,19 @@ def test_an_exporter_that_was_tampered_with_is_ended(
     assert not side.of(Unmapped)
     assert not side.ended
     assert max(len(record.getMessage()) for record in caplog.records) < 1000
+
+
+def test_an_extent_that_cannot_be_mapped_and_was_to_be_unmapped_is_unmapped(side: Side) -> None:
+    """Else its store waits for ever: it asks for no other end."""
+    wait(side, lambda: side.ready)
+    child = side.exporter._child
+    assert child is not None
+    side.exporter.unmap(EXPORT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "receive", partial(iter, [Unmapped(EXPORT, "no")]))
+        patch.setattr(side.exporter, "_epoll", SimpleNamespace(poll=lambda timeout: [timeout]))
+        side.poll()
+    assert side.of(Unmapped) == [Unmapped(EXPORT)]
 
 
 def test_an_extent_that_is_unmapped_while_nothing_runs(side: Side) -> None:

@@ -11,7 +11,7 @@ import pytest
 from kvstore.core.layout import PageRun
 from kvstore.wire.framing import u32
 from tests.test_exporter_mover import SIZE, SLOT, Rig, rig
-from tiers.nixl import transfers as under_test
+from tiers.nixl import exporter as under_test
 from tiers.nixl.messages import Ended, Fill
 
 __all__ = ["rig"]

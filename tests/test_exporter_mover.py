@@ -14,10 +14,10 @@ import pytest
 
 from kvstore.wire.framing import u32
 from tiers.cpu import CpuExtent
-from tiers.nixl import transfers as under_test
+from tiers.nixl import exporter as under_test
 from tiers.nixl.agent import Agent, Blocks, Flight, Indices, Places, Region
+from tiers.nixl.exporter import CHUNK_BYTES, FLIGHTS_MAX, LONG_NAP_S, NAP_S, Extent, TransferLoop
 from tiers.nixl.messages import Ended, ErrorClass, MoveError, PeerRefused, Transfer, Unmapped
-from tiers.nixl.transfers import CHUNK_BYTES, FLIGHTS_MAX, LONG_NAP_S, NAP_S, Extent, TransferLoop
 
 SLOT = 4096
 SIZE = 64 * SLOT

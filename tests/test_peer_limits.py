@@ -11,16 +11,17 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
-from kvstore.handover import jobs, links, producer, side_channel, transfers
-from kvstore.handover.fetches import Fetch
+from kvstore.handover import jobs, links, moves, producer, side_channel, transfers
 from kvstore.handover.side_channel import Channel
-from kvstore.handover.transfers import PeerAgents, Transfers
+from kvstore.handover.transfers import PeerAgents
 from kvstore.logs import LINES_MAX
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.fuzz.site import HELD, End, Good, Net, Site
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, keys_of, u32
+from tests.harness.handover_pair import bare_fetch
+from tiers.nixl.supervisor import Exporter
 
 SECOND_NS = 1_000_000_000
 TOO_MANY = bytes(4 * (m.JOB_BLOCKS_MAX + 1))  # of positions
@@ -93,7 +94,7 @@ def test_exporters_that_are_known_are_limited_and_those_in_use_stay(
 ) -> None:
     monkeypatch.setattr(transfers, "AGENTS_MAX", 3)
     told = Told()
-    known = PeerAgents(cast("Transfers", told))
+    known = PeerAgents(cast("Exporter", told))
     known.meet(1, "used", b"1")
     known.meet(2, "used", b"2")
     for number in range(3, 9):
@@ -119,7 +120,7 @@ def test_S2_agents_of_peers_are_limited_while_their_connections_live(
     """Who names most loses its oldest; a connection's exporter, which is its first, stays."""
     monkeypatch.setattr(transfers, "AGENTS_MAX", 8)
     told = Told()
-    known = PeerAgents(cast("Transfers", told))
+    known = PeerAgents(cast("Exporter", told))
     for number in range(3):
         known.meet(number, f"exporter-{number}", b"m")
     known.meet(0, "worker", b"m")
@@ -281,10 +282,10 @@ def test_what_is_held_for_all_peers_is_limited_and_each_gets_on(place: Place) ->
         place.turns(3)
     held = [peer.held_bytes // SLOT_BYTES for peer in own._peers.values()]
     assert held == [12, 12, 8, 1, 1, 1]
-    assert own.held_bytes == sum(held) * SLOT_BYTES <= 2 * HELD + 3 * SLOT_BYTES
+    assert own.held.bytes == sum(held) * SLOT_BYTES <= 2 * HELD + 3 * SLOT_BYTES
     place.turns(2, ms=40_000)
     place.turns(2)
-    assert own.held_bytes == 0
+    assert own.held.bytes == 0
 
 
 def test_blocks_that_a_peer_waits_for_are_limited(
@@ -323,13 +324,13 @@ def test_S2_an_unknown_request_is_looked_for_when_it_comes_and_not_in_each_turn(
 ) -> None:
     own, namespace = place.prefill.peers.producer, place.prefill.namespace(place.good.giver)
     looked: list[int] = []
-    tiers = own._tiers
+    tiers = jobs.Job.tiers
 
     def look(job: jobs.Job) -> list[str | None]:
         looked.append(job.number)
         return tiers(job)
 
-    monkeypatch.setattr(own, "_tiers", look)
+    monkeypatch.setattr(jobs.Job, "tiers", look)
     for number in (1, 2):
         place.caller(place.hello())(wanted(hashes(6), number, request=f"r{number}"))
     place.turns(15)
@@ -451,9 +452,11 @@ def stalled(place: Place, blocks: int) -> None:
     """Have a read be given up while it is under way."""
     peers, namespace = place.decode.peers, place.decode.namespace(place.good.taker)
     consumer = peers._used[namespace.layout.digest] = peers.inlet(namespace)  # as by a fetch
-    fetch = Fetch(-1, 0, keys_of(hashes(blocks)), 0, 0, "", push=True, direct=False)
-    fetch.landing = consumer._landing.take(blocks)
-    consumer._put_late(fetch, range(len(fetch.landing)))
+    arrivals = consumer.arrivals
+    fetch = bare_fetch(arrivals, -1, keys_of(hashes(blocks)), push=True)
+    fetch.landing = arrivals.landing.take(blocks)
+    arrivals._leave_landing(fetch, (0, len(fetch.landing)), moves.MOVING)
+    consumer._late[fetch.number] = fetch
 
 
 def test_B20_much_in_quarantine_restarts_the_exporter_after_which_nothing_is(
@@ -465,7 +468,7 @@ def test_B20_much_in_quarantine_restarts_the_exporter_after_which_nothing_is(
     assert place.decode.mover.restarts == 0, "what ends soon is given the time"
     place.turns(3, ms=500)
     assert place.decode.mover.restarts == 1
-    assert not any(i.quarantined for i in place.decode.peers._inlets.values())
+    assert not any(i.arrivals.quarantined for i in place.decode.peers._inlets.values())
     place.turns(10, ms=500)
     assert place.decode.mover.restarts == 1
     place.good.hand_over(hashes(3, "after it"), push=True)

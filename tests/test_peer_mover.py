@@ -164,8 +164,8 @@ class Exporter:
 
 
 def test_a_block_that_goes_to_several_ranks_is_abandoned_in_each_write(mover: Transfers) -> None:
-    real, fake = mover._exporter, Exporter()
-    mover._exporter = fake  # type: ignore[assignment]
+    real, fake = mover.exporter, Exporter()
+    mover.exporter = fake  # type: ignore[assignment]
     pages = (PageRun(0, 64, 1, 1 << 20, 64, 0),)
     part = Part(1, 1, range(2))
     for rank in range(3):
@@ -184,4 +184,4 @@ def test_a_block_that_goes_to_several_ranks_is_abandoned_in_each_write(mover: Tr
     assert mover._ended(3, 0, "failed") == Written(part, ok=False)
     assert not mover._moving
     assert mover.moved_bytes == {"pushed": 192}
-    mover._exporter = real
+    mover.exporter = real

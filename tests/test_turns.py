@@ -28,7 +28,7 @@ from tests.harness.fakes import HeapPool, Town, blocks, geometry, hashes
 from tests.harness.live import Client, LiveStore, engine, eventually, store_settings
 from tests.harness.patience import WAIT_S
 from tests.harness.peers import exporter_of, inside
-from tiers.nixl.exporter_child import Child
+from tiers.nixl.supervisor import Child
 from tiers.nvme.block_io import ThreadMover
 from tiers.nvme.disk import IDLE_S, NvmeDisk
 from tiers.nvme.index import Durable
@@ -136,7 +136,7 @@ def test_a_turn_asks_nothing_of_an_exporter_or_a_disk_that_has_nothing_to_say(
     with engine(store, page_bytes=PAGE) as live:
         peers = store.server._peers
         assert peers is not None
-        inside(store, peers._mover.wake)
+        inside(store, peers._mover.exporter.wake)
         exporter = exporter_of(store)
         eventually(lambda: exporter._state == "up" and live.active)
         disk = cast(NvmeDisk, store.server._disk)

@@ -1,10 +1,10 @@
 """Direct fetches: workers of an engine read the blocks, or a peer writes them, in its memory.
 
 lookup    claims blocks, for a lease ------> Consumer.claim()
-peer      blocks can be read --------------> tell_slots(), tell_engine()
-workers   Arrived, from each rank ---------> arrived(): the consumer confirms them at the peer
-          pushed: Target, from each rank --> target(): the consumer tells the peer
-peer      the lease held, or it failed ----> passed(): Passed to each worker, at the end of a turn
+peer      blocks can be read --------------> readable(): Places or InEngine to each worker
+workers   Arrived, from each rank ---------> on_arrived(): the peer is asked whether they are valid
+          pushed: Target, from each rank --> target(): Land to the peer
+peer      the lease held, or it failed ----> ended(): Passed to each worker, at the end of a turn
 lease     has ended -----------------------> Consumer.end()
 """
 
@@ -18,6 +18,9 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
 from kvstore.core.leases import GroupHit
 from kvstore.core.types import GroupRule
+from kvstore.handover.fetches import Fetch
+from kvstore.handover.moves import CHECKED, CLAIMED, MOVING
+from kvstore.handover.runs import Run, joined, runs_of
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.peer import Region, clip
@@ -61,10 +64,12 @@ class DirectFetch(msgspec.Struct, eq=False):
     """One fetch between the store and a session's workers, until its lease ends.
 
     send(connection, message, None): to a worker; workers: connections by rank. positions: that
-    were claimed. push: workers are asked where the peer may write them.
+    were claimed. push: workers are asked where the peer may write them. peer(): its exporter's
+    agent, and how to reach it.
     """
 
     send: Send
+    peer: Callable[[], tuple[str, bytes]]
     number: int
     session: int
     workers: Mapping[int, int]
@@ -83,6 +88,58 @@ class DirectFetch(msgspec.Struct, eq=False):
         """Send to all workers."""
         for connection in self.workers.values():
             self.send(connection, message, None)
+
+    # As the place that blocks of a fetch go to
+
+    def readable(self, fetch: Fetch, positions: Sequence[int]) -> None:
+        """Let workers read what can be read now."""
+        known = set() if fetch.push else {*fetch.places.known(positions)}
+        if fetch.residents:
+            known |= fetch.residents.keys() & set(positions)
+        found = [p for p in positions if p in known and fetch.states[p] == CLAIMED]
+        for run in runs_of(found):
+            fetch.states.put(run, MOVING)
+        for engine, blocks in fetch.engine_reads(found):
+            self.tell_engine(engine, fetch.engines[engine], blocks)
+        in_slots = [position for position in found if position not in fetch.residents]
+        for region, of, slots in fetch.places.by_region(in_slots):
+            self.tell_slots(self.peer(), region, of, slots)
+
+    def written(self, fetch: Fetch, runs: Sequence[Run]) -> None:
+        """The peer has written blocks into the engine."""
+        for run in runs:
+            fetch.states.put(run, CHECKED)
+        fetch.ask_validity(joined(runs))
+
+    def ended(self, fetch: Fetch, run: Run, state: int, *, ok: bool) -> None:
+        """Blocks have ended in this state; what a peer may still write is so passed."""
+        written = fetch.push and state == MOVING and not fetch.ended
+        if written:
+            fetch.late.update(range(*run))
+        self.passed(range(*run), ok=ok, written=written)
+
+    def free(self, _fetch: Fetch, positions: Sequence[int]) -> None:
+        """Nothing writes these given-up blocks any more."""
+        self.passed(positions, ok=False)
+        self.flush()  # no turn may come: its fetch is over
+
+    def on_arrived(self, fetch: Fetch, positions: Sequence[int], now_ns: int, *, ok: bool) -> None:
+        """All workers have read these blocks, or one could not; they are not pushed.
+
+        A block that could not be read in an engine's memory is in a slot, too.
+        """
+        fetch.heard_ns = now_ns
+        fetch.arrived_ns = now_ns if ok else fetch.arrived_ns
+        moving = [p for p in positions if fetch.states[p] == MOVING]
+        unread = [p for p in moving if not ok and p in fetch.residents]
+        for run in runs_of(moving if ok else unread):
+            fetch.states.put(run, CHECKED)
+        if not ok:
+            for run in runs_of([p for p in moving if p not in fetch.residents]):
+                fetch.done(run, ok=False)
+        fetch.ask_validity(moving if ok else (), unread)
+
+    # What is said to the workers, and by them
 
     def _expect(self, positions: Collection[int], *, in_engine: bool) -> None:
         """Wait for all ranks to read these blocks, for the first time or from another place."""

@@ -43,7 +43,7 @@ class ExportedMemory:
 
     def introduce(self) -> OwnExporter | None:
         """Name our exporter, which somebody needs now; None while there is none."""
-        self._transfers.wake()
+        self._transfers.exporter.wake()
         up = self.up
         return None if up is None else OwnExporter(up.name, up.metadata, self._regions)
 

@@ -1,27 +1,36 @@
-"""What a store keeps of its fetches: the state and the places of wanted blocks, and their loads."""
+"""The consumer's end of a move: what its peer says of the blocks, and how they end.
+
+`into` is where the blocks go: Arrivals, through landing slots into slots, or a DirectFetch. It is
+called when blocks can be read or have been written, and when they end: it moves what is CLAIMED
+on to CHECKED. Here CHECKED becomes DONE, ready or not.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvstore.core.errors import ProtocolError, TierIOError
+from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
-from kvstore.core.types import BlockKey, JobId, JobResult, TransferJob
-from kvstore.handover.runs import Part, Places, Run, States, at, numbers, runs_of
-from kvstore.handover.transfers import Regions, SlotRead
+from kvstore.core.types import BlockKey
+from kvstore.handover.moves import CHECKED, CLAIMED, DONE, LANDED, MOVING, OFFERED, WANTED, Move
+from kvstore.handover.runs import Places, Run, at, numbers, runs_of
+from kvstore.handover.transfers import Regions
 from kvstore.wire import peer as m
-from kvstore.wire.framing import u32
+from kvstore.wire.framing import Message, u32
 
+if TYPE_CHECKING:
+    from kvstore.handover.arrivals import Arrivals
+    from kvstore.handover.direct_fetches import DirectFetch
+
+LEASE_MS = 30_000
 ENGINE, OTHER = "gpu", "other"
 TIERS = ("cpu", "nvme", "prefill", ENGINE)  # of a peer's, and how they are counted
-
-# States of a wanted block; see the top of consumer.py.
-WANTED, OFFERED, CLAIMED, MOVING, LANDED, CHECKED, DONE = range(7)
 
 UNCLAIMED = bytes((WANTED, OFFERED))
 OPEN = bytes(range(DONE))
@@ -30,24 +39,36 @@ PULLED = bytes((MOVING, LANDED, CHECKED))
 FAILS = bytes(set(OPEN) - {LANDED})  # at once; a copy into a slot of ours ends first
 
 
-@dataclass(eq=False)
-class Fetch:
-    """Blocks wanted from one peer by one Want; direct: by workers, into engine memory."""
+class Fetched(msgspec.Struct):
+    """Counts of fetches: events by name, and blocks by the tier in which their peer had them.
 
-    number: int
-    peer: int
-    keys: list[BlockKey]
+    direct_bytes: that workers have read.
+    """
+
+    events: Counter[str] = msgspec.field(default_factory=Counter)
+    blocks: Counter[str] = msgspec.field(default_factory=Counter)
+    direct_bytes: int = 0
+
+
+@dataclass(eq=False, kw_only=True)
+class Fetch(Move):
+    """Blocks that are fetched from one peer.
+
+    say(message): to the peer. located: fetch * JOB_BLOCKS_MAX + position of what lookups find; what
+    has ended is taken out. into: None until workers have claimed blocks of a direct fetch.
+    """
+
+    say: Callable[[Message], None]
+    fetched: Fetched
+    located: dict[BlockKey, int]
+    into: Arrivals | DirectFetch | None
     heard_ns: int  # its start, then when its peer last answered
     extend_ns: int
-    request: str
-    push: bool
-    direct: bool
     arrived_ns: int = field(init=False)  # the last block
     waited_ns: int = field(init=False)  # when a load was last known to wait for it
-    left: int = field(init=False)  # blocks that are not DONE
     offered: bool = False
     computed_ns: int | None = None  # when its peer said that it still computes
-    released: bool = False
+    released: bool = False  # by the peer, or the connection is lost: nothing is left to say
     tiers: tuple[str, ...] = ()  # of the peer's
     ranks_told: bool = False  # to the peer: where it writes
     ended: bool = False  # the peer writes nothing any more
@@ -57,35 +78,22 @@ class Fetch:
     residents: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     by_engine: set[int] = field(default_factory=set)  # written from the peer's engine
     # Of each block:
-    states: States = field(init=False)
     which: bytearray = field(init=False)  # the tier that has it, from 1; 0: it was not offered
-    slots: array[int] = field(init=False)  # ours
     loads: array[int] = field(init=False)  # the load that it is for,
     parts: array[int] = field(init=False)  # and which of its blocks it is
     landing: array[int] = field(init=False)  # its landing slot, in MOVING and LANDED
     places: Places = field(init=False)  # where it can be read
-    sums: array[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start with all blocks open."""
+        """Start with all blocks wanted."""
+        super().__post_init__()
         self.arrived_ns = self.waited_ns = self.heard_ns
         self.left = count = len(self.keys)
-        self.states, self.which, self.places = (
-            States(count, WANTED),
-            bytearray(count),
-            Places(count),
-        )
-        self.slots, self.loads, self.parts = numbers(count), numbers(count), numbers(count)
-        self.landing, self.sums = numbers(count), numbers(count, "Q")
+        self.states.put(self.all, WANTED)
+        self.which, self.places, self.landing = bytearray(count), Places(count), numbers(count)
+        self.loads, self.parts = numbers(count), numbers(count)
 
-    @property
-    def all(self) -> Run:
-        """The run of all blocks."""
-        return 0, len(self.keys)
-
-    def part(self, positions: Sequence[int]) -> Part:
-        """Name some blocks in the store."""
-        return Part(self.peer, self.number, positions)
+    # Answers of the peer
 
     def take(self, offer: m.Offer) -> None:
         """Note which blocks the peer has. Raises ProtocolError for a second or invalid offer."""
@@ -103,8 +111,105 @@ class Fetch:
             self.which[slice(*run)], which = which[: run[1] - run[0]], which[run[1] - run[0] :]
             for part in self.states.within(run, bytes((WANTED,))):  # others were given up before
                 self.states.put(part, OFFERED)
+        self.give_up(bytes((WANTED,)))
 
-    def put(self, have: m.Have, regions: Regions) -> tuple[Sequence[int], Sequence[int]]:
+    def have(self, have: m.Have, regions: Regions, now_ns: int) -> None:
+        """Go on with blocks that can be read, or, pushed, have been written."""
+        positions, new = self._put(have, regions)
+        if self.into is None:
+            return
+        if not self.push:
+            self.into.readable(self, positions if self.direct else new)
+            return
+        landed = self.in_state(positions, MOVING)
+        self.arrived_ns = now_ns if landed else self.arrived_ns
+        self.into.written(self, landed)
+
+    def settled(self, settled: m.Settled, now_ns: int, limit_ns: int) -> None:
+        """Use what is valid, before the end that may come with it. Raises ProtocolError.
+
+        limit_ns: how long a peer may compute without an arrival.
+        """
+        if settled.valid or settled.again:
+            self.heard_ns = now_ns
+            self._valid(settled)
+        if settled.computing:
+            self._computing(now_ns, limit_ns)
+        if settled.end:
+            self.ended = settled.end not in m.MAY_BE_WRITTEN
+            self.released |= settled.end != m.LEASE_OVER
+            if self.left:
+                self.fail("ended")
+            self.writes_ended(settled.end)
+
+    def _valid(self, settled: m.Settled) -> None:
+        positions = m.positions_of(settled.valid, len(self.keys))
+        again = m.positions_of(settled.again, len(self.keys))
+        for run in (*runs_of(positions), *runs_of(again)):
+            if not self.states.are(run, CHECKED):
+                raise ProtocolError(f"positions {run[0]} to {run[1] - 1} were not all confirmed")
+        for run in runs_of(again):  # the peer sends their places anew
+            self.states.put(run, CLAIMED)
+            for position in range(*run):
+                self.residents.pop(position, None)
+        self.fetched.events["fetched"] += len(positions)
+        for run in runs_of(positions):
+            self.fetched.blocks.update(self.count_tiers(run))
+            for part in self.states.within(run, bytes((CHECKED,))):
+                self.done(part, ok=True)
+
+    def _computing(self, now_ns: int, limit_ns: int) -> None:
+        """Wait for a peer that computes, up to a limit: its engine may hang."""
+        if self.states.have(LANDING if self.push else PULLED):
+            return  # these blocks have to arrive
+        waited_for = now_ns - self.waited_ns < LEASE_MS * 1_000_000
+        if waited_for and now_ns - self.arrived_ns < limit_ns:
+            self.heard_ns = self.computed_ns = now_ns
+
+    def writes_ended(self, end: str) -> None:
+        """Free what the peer may have been writing, unless it may still do so."""
+        if end not in m.MAY_BE_WRITTEN:
+            self.not_late(self.late if self.push else ())
+
+    def not_late(self, positions: Iterable[int]) -> None:
+        """Nothing writes any more where these blocks, given up before, were to arrive."""
+        ended = sorted(self.late.intersection(positions))
+        self.late.difference_update(ended)
+        if ended and self.into is not None:
+            self.into.free(self, ended)
+
+    # The end of blocks
+
+    def ask_validity(self, arrived: Sequence[int], unread: Sequence[int] = ()) -> None:
+        """Ask whether the lease of what has arrived held until now."""
+        if arrived or unread:
+            self.say(m.Settle(self.number, LEASE_MS, u32(arrived), u32(unread)))
+
+    def done(self, run: Run, *, ok: bool) -> None:
+        """End blocks of one state: ready, or never; nothing of ours uses their slots any more."""
+        state, place = self.states[run[0]], self.number * m.JOB_BLOCKS_MAX + run[0]
+        self.states.put(run, DONE)
+        self.left -= run[1] - run[0]
+        for key in self.keys[slice(*run)]:
+            if self.located.get(key) == place:
+                del self.located[key]
+            place += 1
+        if self.into is not None and state not in UNCLAIMED:
+            self.into.ended(self, run, state, ok=ok)
+
+    def fail(self, event: str) -> None:
+        """Give up all blocks; a copy into a slot of ours that is under way ends first."""
+        self.fetched.events[event] += 1
+        self.give_up(FAILS)
+
+    def give_up(self, states: bytes) -> None:
+        """End the blocks in these states as not ready."""
+        for run in self.states.within(self.all, states):
+            self.done(run, ok=False)
+
+    # Where blocks are, and what is known of them
+
+    def _put(self, have: m.Have, regions: Regions) -> tuple[Sequence[int], Sequence[int]]:
         """Note where blocks can be read. Raises ProtocolError for an unknown region or engine.
 
         Returns their positions, and of these those whose place was not known before.
@@ -124,7 +229,7 @@ class Fetch:
         for extent, numbered in by_extent.items():
             of_it = m.neighbours(numbered)
             found = m.neighbours([positions[n] for n in of_it])
-            self.places.put(found, regions.get(self.peer, extent), at(slots, of_it))
+            self.places.put(found, regions.get(self.connection, extent), at(slots, of_it))
         done = 0
         for first, end in runs_of(positions):
             self.sums[first:end] = sums[done : done + end - first]
@@ -161,10 +266,12 @@ class Fetch:
             found[tier if tier in TIERS else OTHER] += which.count(number)
         return +found
 
-    def slot_reads(self, positions: Sequence[int]) -> Iterator[tuple[Sequence[int], SlotRead]]:
-        """Gather reads of the peer's slots by its extent: positions, and a read of them."""
-        for region, found, slots in self.places.by_region(positions):
-            yield found, SlotRead(region, slots, at(self.landing, found))
+    def claimable(self, first: int, keys: list[BlockKey]) -> int:
+        """Count the blocks from a position on that are offered, and are these: all, or one."""
+        end = first + len(keys)
+        if self.keys[first:end] == keys and self.states.are((first, end), OFFERED):
+            return len(keys)
+        return int(self.states[first] == OFFERED)
 
     def engine_reads(self, positions: Iterable[int]) -> Iterator[tuple[int, dict[int, list[int]]]]:
         """Gather reads of engines' memory, by engine and how many engine blocks a block has."""
@@ -190,43 +297,3 @@ class Fetch:
             new = () if self.ranks_told else tuple(ranks)
             self.ranks_told = True
             yield m.Land(self.number, u32(positions), blocks, ranks=new)
-
-
-class _Load(msgspec.Struct, eq=False):
-    job_id: JobId
-    left: int
-    done: bytearray
-
-
-class Loads:
-    """Jobs that blocks are fetched for; one ends with the last of its blocks."""
-
-    def __init__(self) -> None:
-        """Start without any."""
-        self._open: dict[int, _Load] = {}
-        self._results: list[JobResult] = []
-        self._next = 1
-
-    def begin(self, job: TransferJob) -> int:
-        """Open a load and return its number; it has a result once all its blocks have ended."""
-        number, self._next = self._next, self._next % 0xFFFFFFFF + 1
-        self._open[number] = _Load(job.job_id, len(job.keys), bytearray(len(job.keys)))
-        return number
-
-    def ended(self, number: int, run: Run, *, ok: bool) -> None:
-        """Record the end of some of a load's blocks."""
-        load, (first, end) = self._open[number], run
-        load.done[first:end] = bytes((ok,)) * (end - first)
-        load.left -= end - first
-        if load.left == 0:
-            del self._open[number]
-            done = load.done.find(False)
-            error = None if done < 0 else TierIOError("a block did not arrive")
-            self._results.append(
-                JobResult(load.job_id, len(load.done) if error is None else done, error)
-            )
-
-    def take_results(self) -> list[JobResult]:
-        """Return the results of jobs that have ended, once each."""
-        results, self._results = self._results, []
-        return results

@@ -15,10 +15,12 @@ from kvstore.core.index import Entry
 from kvstore.core.layout import RankPages, SlotLayout
 from kvstore.core.manager import Manager
 from kvstore.core.tiering import Tiering
-from kvstore.core.types import BlockKey, Chain, Slot
+from kvstore.core.types import BlockKey, Chain, LookupResult, Slot
 from kvstore.handover.engine_blocks import Engines, Resident
-from kvstore.handover.runs import Part, Places, Run, States, at, joined, numbers, runs_of
-from kvstore.handover.transfers import EngineWrite, SlotFill, SlotWrite
+from kvstore.handover.moves import MOVING, STAGING, SUMMED, SUMMING, TOLD, Move
+from kvstore.handover.request_leases import RequestLeases
+from kvstore.handover.runs import Part, Places, Run, at, joined, numbers, runs_of
+from kvstore.handover.transfers import EngineWrite, SlotFill, SlotMove
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, WORD, Message, u32
 
@@ -30,6 +32,7 @@ FILL_BYTES = 8 << 20  # of one write into an engine: once abandoned, it is in qu
 FILL_PIECES = 1 << 15  # of one, of all ranks together
 RUNS_MAX = 1 << 13  # of pages, of all ranks together
 PIECES_MAX = 1 << 16  # of one block there
+MEMORY, PREFILL = "cpu", "prefill"  # where an offered block is, beside the names of lower tiers
 
 Placed = tuple[int, list[int], list[int]]
 """A position, and what goes where."""
@@ -68,11 +71,8 @@ class Source(Protocol):
         ...
 
 
-# States of a wanted block; see the top of producer.py.
-AWAITED, STAGING, SUMMING, SUMMED, WRITING, TOLD, DONE = range(7)
-
-BUSY = bytes((STAGING, SUMMING, WRITING))
-HELD = bytes((STAGING, SUMMING, SUMMED, WRITING, TOLD))  # with a slot
+BUSY = bytes((STAGING, SUMMING, MOVING))
+HELD = bytes((STAGING, SUMMING, SUMMED, MOVING, TOLD))  # with a slot
 
 
 class Peer(msgspec.Struct, eq=False):
@@ -87,7 +87,7 @@ class Peer(msgspec.Struct, eq=False):
     regions: set[int] = set()  # extents it was told about
     closed: bool = False
 
-    def open(self, want: m.Want, now_ns: int) -> Job:
+    def open(self, want: m.Want, leases: RequestLeases, now_ns: int) -> Job:
         """Make a job of what the peer wants. Raises ProtocolError for an invalid one."""
         groups = len(self.source.layout.rules)
         wanted = m.wanted_of(want, groups)
@@ -104,33 +104,33 @@ class Peer(msgspec.Struct, eq=False):
         for group, indices in enumerate(wanted):
             keys += chain.keys_at(group, indices)
         return Job(
-            peer=self,
+            connection=self.number,
             number=want.job,
             keys=keys,
-            wanted=wanted,
             request=want.request,
             push=want.push,
             direct=want.direct,
+            peer=self,
+            leases=leases,
+            wanted=wanted,
             deadline_ns=now_ns + m.lease_ns(want.lease_ms),
             offer_ns=now_ns + UNKNOWN_NS,
         )
 
 
-@dataclass(eq=False)
-class Job:
-    """What a peer wants by one Want: blocks of a chain, by group; over: its lease has ended.
+@dataclass(eq=False, kw_only=True)
+class Job(Move):
+    """What a peer wants: blocks of a chain, by group; over: its lease has ended.
 
-    offer_ns: until when an offer may wait; None: it was made. look_ns: until then, when the blocks
-    are next looked for. direct: blocks may be read in an engine's memory, and need no sums.
+    leases: of requests, one of which may be the job's. An awaited block has no room under the
+    peer's cap yet, or is still computed by that request. offer_ns: until when an offer may wait;
+    None: it was made. look_ns: until then, when the blocks are next looked for. direct: blocks may
+    be read in an engine's memory, and need no sums.
     """
 
     peer: Peer
-    number: int
-    keys: list[BlockKey]
+    leases: RequestLeases
     wanted: Sequence[Sequence[int]]
-    request: str
-    push: bool
-    direct: bool
     deadline_ns: int
     offer_ns: int | None
     look_ns: int = 0
@@ -138,7 +138,6 @@ class Job:
     untold: list[int] = field(default_factory=list)  # positions of which the peer is to be told
     unsummed: list[int] = field(default_factory=list)  # and those whose sums are to be taken
     unwritten: list[int] = field(default_factory=list)  # and those to write
-    left: int = 0  # blocks that are not DONE
     engines: set[int] = field(default_factory=set)  # whose memory the peer was told
     ranks: tuple[RankPages, ...] = ()  # of the peer's engine, if blocks are written there
     over: bool = False
@@ -150,22 +149,13 @@ class Job:
     residents: dict[int, Resident] = field(default_factory=dict)  # told, or written from there
     moved: set[int] = field(default_factory=set)  # not in that engine any more
     # Of each block:
-    states: States = field(init=False)
-    slots: array[int] = field(init=False)  # in HELD: by a pin of its entry, or as its own
-    entries: list[Entry | None] = field(init=False)
-    sums: array[int] = field(init=False)
+    entries: list[Entry | None] = field(init=False)  # in HELD: pinned; None: the slot is its own
     landings: Places = field(init=False)  # where it is written to
 
     def __post_init__(self) -> None:
         """Start without any block."""
-        count = len(self.keys)
-        self.states, self.entries = States(count, DONE), [None] * count
-        self.slots, self.sums, self.landings = numbers(count), numbers(count, "Q"), Places(count)
-
-    @property
-    def all(self) -> Run:
-        """The run of all blocks."""
-        return 0, len(self.keys)
+        super().__post_init__()
+        self.entries, self.landings = [None] * len(self.keys), Places(len(self.keys))
 
     def group_of(self, position: int) -> int:
         """Return the KV group of a block."""
@@ -187,15 +177,73 @@ class Job:
         """The namespace."""
         return self.peer.source
 
-    def part(self, positions: Sequence[int]) -> Part:
-        """Name some blocks in the store."""
-        return Part(self.peer.number, self.number, positions)
+    # What there is of the blocks, and how they go on
+
+    @property
+    def computes(self) -> bool:
+        """Tell whether an engine computes what the job awaits, and no transfer goes on."""
+        if not self.awaited or not self.leases.computes(self.request, self.source.manager):
+            return False
+        return not self.states.have(BUSY)
+
+    def tiers(self) -> list[str | None]:
+        """Name the tier that has each block, or will have it."""
+        manager, tiering = self.source.manager, self.source.tiering
+        coming = tiering.source if tiering.coming else None
+        found: list[str | None] = []
+        for key, entry in zip(self.keys, manager.index.find(self.keys), strict=True):
+            if entry is None:
+                found.append(self._below(key))
+            else:
+                found.append((coming and coming(key)) or MEMORY)
+        return found
+
+    def _below(self, key: BlockKey) -> str | None:
+        found, tier = self.source.tiering.where(key)
+        if tier is not None and found is LookupResult.HIT:
+            return tier.name
+        return PREFILL if self.leases.may_come(self.request, self.source.manager, key) else None
+
+    def held(self, positions: Sequence[int]) -> None:
+        """Have blocks' checksums taken, or none: a direct want does not check them."""
+        if not self.direct:
+            state = SUMMING
+            self.unsummed.extend(positions)
+        elif not self.push:
+            state = TOLD
+            self.untold.extend(positions)
+        else:
+            state = SUMMED
+        for run in runs_of(positions):
+            self.states.put(run, state)
+        if state == SUMMED:
+            self.write([position for position in positions if position in self.targets])
+
+    def go_on(self, run: Run) -> None:
+        """Go on with blocks of one state whose read, checksums or write have ended well."""
+        state, positions = self.states[run[0]], range(*run)
+        if state == STAGING:
+            self.held(positions)
+        elif state == MOVING or not self.push:
+            self.states.put(run, TOLD)
+            self.untold.extend(positions)
+        else:
+            self.states.put(run, SUMMED)
+            self.write(self.landings.known(positions))
 
     def write(self, positions: Sequence[int]) -> None:
         """Write blocks at the next tick."""
         for run in runs_of(positions):
-            self.states.put(run, WRITING)
+            self.states.put(run, MOVING)
         self.unwritten.extend(positions)
+
+    def told(self, positions: Sequence[int]) -> Sequence[int]:
+        """Return those that the peer was told of, while the lease holds."""
+        if self.over:
+            return ()
+        if all(self.states.are(run, TOLD) for run in runs_of(positions)):
+            return positions
+        return [position for position in positions if self.states[position] == TOLD]
 
     def is_overwritten(self, position: int) -> bool:
         """Tell whether a block that was told or written from an engine's memory has left it."""
@@ -326,7 +374,7 @@ class Job:
         if position in self.targets:
             raise ProtocolError(f"a second place for position {position}")
 
-    def slot_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, SlotWrite]]:
+    def slot_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, SlotMove]]:
         """Gather writes to landing slots, one for each pair of extents."""
         size = self.source.layout.slot_bytes
         for region, found, there in self.landings.by_region(joined(runs_of(positions))):
@@ -334,7 +382,17 @@ class Job:
             for extent in dict.fromkeys(extents):
                 of_it = m.neighbours([n for n, each in enumerate(extents) if each == extent])
                 part = self.part(m.neighbours([found[n] for n in of_it]))
-                yield part, SlotWrite(extent, at(places, of_it), size, region, at(there, of_it))
+                yield (
+                    part,
+                    SlotMove(
+                        write=True,
+                        slot_bytes=size,
+                        extent=extent,
+                        local=at(places, of_it),
+                        region=region,
+                        remote=at(there, of_it),
+                    ),
+                )
 
     def direct_writes(
         self, positions: Sequence[int]
@@ -397,6 +455,13 @@ class Job:
     def _pieces(self, group: int) -> int:
         """Count those of an engine block, in all ranks."""
         return sum(run.pieces for rank in self.ranks for run in rank.pages[group])
+
+    def last_write(self, position: int, *, ok: bool) -> bool:
+        """Tell whether the last write of a block has ended: to each rank there is one."""
+        self.writes[position] -= 1
+        if not ok:
+            self.failed.add(position)
+        return self.writes[position] <= 0
 
     def split_written(
         self, positions: Sequence[int], *, ok: bool

@@ -23,10 +23,11 @@ from functools import partial
 from kvstore.barrier import Barrier
 from kvstore.core.errors import ProtocolError
 from kvstore.handover.cluster_key import ClusterKey
-from kvstore.handover.consumer import STALL_NS, WAITS, Consumer, Fetched, Waits
+from kvstore.handover.consumer import STALL_NS, WAITS, Consumer, Waits
 from kvstore.handover.direct_fetches import Send, no_workers
 from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.exported import ExportedMemory
+from kvstore.handover.fetches import Fetched
 from kvstore.handover.heartbeats import Requests
 from kvstore.handover.jobs import Source
 from kvstore.handover.links import Link, Links
@@ -73,7 +74,7 @@ class Peers:
         self.channel = Channel(key, self._on_message, self._on_lost)
         self.links = Links(self.channel, self._hello)
         self.exported = ExportedMemory(mover)
-        self._agents = PeerAgents(mover)
+        self._agents = PeerAgents(mover.exporter)
         self._send: Send = no_workers
         self.engine_writes = EngineWrites(self._to_worker, self._agents.metadata)
         self.producer = Producer(
@@ -86,7 +87,7 @@ class Peers:
             self._agents.meet,
         )
         self.requests = Requests(
-            self.producer.request_leases, mover.wake, self.links, self.channel.refusal
+            self.producer.request_leases, mover.exporter.wake, self.links, self.channel.refusal
         )
         self._mover, self._waits = mover, waits
         self._namespaces: Mapping[str, Source] = {}
@@ -150,7 +151,7 @@ class Peers:
         number = self.links.connect(address, digest)
         if number is None:
             return None
-        self._mover.wake()
+        self._mover.exporter.wake()
         consumer = self._used[digest] = self.inlet(namespace)
         fetch = consumer.want(number, want, now_ns, direct=direct)
         if self.exported.up is None:
@@ -262,7 +263,7 @@ class Peers:
             return 0.0
         if self.off:
             return None
-        wait_s = self._mover.wait_s(now_ns)
+        wait_s = self._mover.exporter.wait_s(now_ns)
         if self.producer.busy or any(inlet.open for inlet in self._used.values()):
             return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
         return wait_s
@@ -274,11 +275,11 @@ class Peers:
             counts.update(more)
         quarantined = landing = fetches = 0
         for inlet in self._inlets.values():
-            quarantined += inlet.quarantined_bytes
-            landing += inlet.landing_bytes
+            quarantined += inlet.arrivals.quarantined_bytes
+            landing += inlet.arrivals.landing_bytes
             fetches += inlet.open
         found: dict[tuple[str, ...], float] = {
-            ("kvstore_hand_over_bytes", "held"): self.producer.held_bytes
+            ("kvstore_hand_over_bytes", "held"): self.producer.held.bytes
             + self.producer.request_leases.held_bytes,
             ("kvstore_hand_over_bytes", "quarantined"): quarantined,
             ("kvstore_hand_over_bytes", "landing"): landing,
@@ -401,13 +402,15 @@ class Peers:
         self.channel.forget_silent(self._now_ns)
         self.links.drop_idle()
         inlets = self._used.values()
-        crowded = any(inlet.crowded for inlet in inlets)
-        late = self._mover.abandoned_bytes or any(i.quarantined for i in inlets)
+        crowded = any(inlet.arrivals.crowded for inlet in inlets)
+        late = self._mover.exporter.quarantined_bytes or any(i.arrivals.quarantined for i in inlets)
         used = any(not job.released for job in self.producer.jobs) or any(i.open for i in inlets)
         if self._quarantine.lasts(self._now_ns, crowded=crowded, quiet=bool(late) and not used):
-            landing = sum(inlet.quarantined_bytes for inlet in inlets)
-            own = self._mover.abandoned_bytes
-            self._mover.restart(f"in quarantine: {landing} bytes to land in, {own} bytes moving")
+            landing = sum(inlet.arrivals.quarantined_bytes for inlet in inlets)
+            own = self._mover.exporter.quarantined_bytes
+            self._mover.exporter.restart(
+                f"in quarantine: {landing} bytes to land in, {own} bytes moving"
+            )
 
     def _on_event(self, event: Event) -> None:
         match event:

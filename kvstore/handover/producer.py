@@ -1,21 +1,7 @@
-"""The side of a hand-over that has the blocks: holds them, tells where they are, frees them.
+"""The side of a hand-over that has the blocks: serves all peers of a store.
 
-Of each wanted block:
-
-    AWAITED --ready in memory, pinned----------------------> SUMMING
-    AWAITED --on a lower tier, being read into a slot------> STAGING --read--> SUMMING
-    SUMMING --its sum is known--> SUMMED --to be pulled----> TOLD
-    AWAITED, STAGING --direct, without a sum---------------> TOLD, pushed: SUMMED
-    SUMMED --pushed: a landing slot, or an engine, is named> WRITING --written--> TOLD
-    WRITING, by an engine --overwritten there meanwhile----> WRITING, from its slot
-    TOLD --confirmed---------------------------------------> DONE, not held any more
-    TOLD, in an engine's memory --overwritten there--------> TOLD, in its slot
-    AWAITED --its request ended without it-----------------> DONE
-    any but AWAITED --read or write failed, job released---> DONE, once nothing is under way
-
-An awaited block has no room under the peer's cap yet, or is still computed by a running request.
-Once its lease is over a job is not confirmed any more, but what it holds stays for GRACE, because
-a reader cannot be stopped.
+moves.py has the states of a block. Once its lease is over nothing of a job is valid any more, but
+what it holds stays for GRACE, because a reader cannot be stopped.
 """
 
 from __future__ import annotations
@@ -24,43 +10,28 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 
 import msgspec
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.tier import Tier
-from kvstore.core.types import BlockKey, LookupResult, Slot
+from kvstore.core.types import LookupResult
 from kvstore.handover.engine_writes import EngineWrites
-from kvstore.handover.jobs import (
-    AWAITED,
-    BUSY,
-    DONE,
-    HELD,
-    LOOK_NS,
-    STAGING,
-    SUMMED,
-    SUMMING,
-    TOLD,
-    WRITING,
-    Job,
-    OwnExporter,
-    Peer,
-    Source,
-)
+from kvstore.handover.held_memory import HeldMemory
+from kvstore.handover.jobs import LOOK_NS, Job, OwnExporter, Peer, Source
+from kvstore.handover.moves import DONE, MOVING, SUMMED, TOLD, WANTED
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Run, at, joined, runs_of
-from kvstore.handover.transfers import EngineWrite, SlotFill, Slots, SlotWrite, Transfers
+from kvstore.handover.transfers import EngineWrite, SlotFill, SlotMove, Slots, Transfers
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, u32
 
 GRACE_NS = 5_000_000_000
 WANTED_MAX = 1 << 21  # blocks in open jobs of all peers: a few hundred bytes each
 EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
-MEMORY, PREFILL = "cpu", "prefill"
 
 Send = Callable[[int, Message], None]
-Write = SlotWrite | EngineWrite | SlotFill
+Write = SlotMove | EngineWrite | SlotFill
 Guard = Callable[[int], AbstractContextManager[object]]
 OfJob = m.Land | m.Settle
 
@@ -91,9 +62,8 @@ class Producer:
         self._transfers = transfers
         self._engine_writes = engine_writes
         self._send = send
-        self._held_bytes_max = held_bytes_max
         self._meet = meet
-        self.held_bytes = 0  # memory that is held for peers
+        self.held = HeldMemory(held_bytes_max)
         self._peers: dict[int, Peer] = {}
         self._early: dict[int, m.Hello] = {}  # peers that came before the exporter was there
         self.counts: Counter[str] = Counter()
@@ -145,12 +115,6 @@ class Producer:
         for rank in land.ranks:
             self._meet(job.peer.number, rank.agent, rank.metadata)
         self._settle(job)
-
-    def _computes(self, job: Job) -> bool:
-        """Tell whether a job waits for an engine that computes, and for no transfer."""
-        if not job.awaited or not self.request_leases.computes(job.request, job.source.manager):
-            return False
-        return not job.states.have(BUSY)
 
     def on_closed(self, number: int) -> None:
         """A peer is gone: free what is held for it, once no transfer uses it."""
@@ -230,7 +194,7 @@ class Producer:
             self.counts["refused"] += 1
             self._send(peer.number, m.Settled(want.job, end="busy"))
             return
-        job = peer.open(want, now_ns)
+        job = peer.open(want, self.request_leases, now_ns)
         if self.request_leases.ambiguous(want.request, peer.source.manager):
             self.counts["ambiguous"] += 1
             self._send(peer.number, m.Settled(want.job, end="ambiguous"))
@@ -242,7 +206,7 @@ class Producer:
 
     def _offer(self, job: Job, now_ns: int) -> None:
         """Offer what there is; blocks of an unknown request may come in a moment."""
-        found = self._tiers(job)
+        found = job.tiers()
         unknown = bool(job.request) and not self.request_leases.knows(
             job.request, job.source.manager
         )
@@ -257,38 +221,18 @@ class Producer:
         there = range(len(found))
         offered = there if None not in found else [p for p in there if found[p] is not None]
         for run in runs_of(offered):
-            job.states.put(run, AWAITED)
+            job.states.put(run, WANTED)
         job.awaited.extend(job.in_order(offered))
         job.left = len(offered)
         self._send(job.peer.number, m.Offer(job.number, u32(offered), tuple(tiers), bytes(which)))
         self._advance(job)
-
-    def _tiers(self, job: Job) -> list[str | None]:
-        """Name the tier that has each block, or will have it."""
-        manager, tiering = job.source.manager, job.source.tiering
-        coming = tiering.source if tiering.coming else None
-        found: list[str | None] = []
-        for key, entry in zip(job.keys, manager.index.find(job.keys), strict=True):
-            if entry is None:
-                found.append(self._below(job, key))
-            else:
-                found.append((coming and coming(key)) or MEMORY)
-        return found
-
-    def _below(self, job: Job, key: BlockKey) -> str | None:
-        found, tier = job.source.tiering.where(key)
-        if tier is not None and found is LookupResult.HIT:
-            return tier.name
-        return (
-            PREFILL if self.request_leases.may_come(job.request, job.source.manager, key) else None
-        )
 
     def _judge(self, job: Job, settle: m.Settle, now_ns: int) -> None:
         """Answer by the lease that held until now; then extend it, or end it."""
         arrived = m.positions_of(settle.arrived, len(job.keys))
         unread = m.positions_of(settle.unread, len(job.keys))
         extended_ns = now_ns + m.lease_ns(settle.lease_ms) if settle.lease_ms else None
-        told, again = self._told(job, arrived), set(self._told(job, unread))
+        told, again = job.told(arrived), set(job.told(unread))
         if job.residents and not job.push:
             again.update(position for position in told if job.is_overwritten(position))
         valid = told if not again else [position for position in told if position not in again]
@@ -303,22 +247,13 @@ class Producer:
         elif not job.over:
             job.deadline_ns = max(job.deadline_ns, extended_ns)
         self._advance(job)
-        computing = not job.over and self._computes(job)
+        computing = not job.over and job.computes
         if arrived or unread or computing:
             end = m.LEASE_OVER if job.over else ""
             answer = m.Settled(job.number, u32(valid), u32(sorted(again)), computing, end)
             self._settle(job, answer)
         else:
             self._settle(job)
-
-    @staticmethod
-    def _told(job: Job, positions: Sequence[int]) -> Sequence[int]:
-        """Return those that the peer was told of, while the lease holds."""
-        if job.over:
-            return ()
-        if all(job.states.are(run, TOLD) for run in runs_of(positions)):
-            return positions
-        return [position for position in positions if job.states[position] == TOLD]
 
     # Time, and ends of work
 
@@ -385,16 +320,8 @@ class Producer:
         ok = ok or (stopped and job.released)
         self.counts["failed"] += 0 if ok else len(ended)
         if job.direct:
-            ended = [position for position in ended if self._last_write(job, position, ok=ok)]
+            ended = [position for position in ended if job.last_write(position, ok=ok)]
         self._ended(job, ended, ok=ok)
-
-    @staticmethod
-    def _last_write(job: Job, position: int, *, ok: bool) -> bool:
-        """Tell whether the last write of a block has ended: to each rank there is one."""
-        job.writes[position] -= 1
-        if not ok:
-            job.failed.add(position)
-        return job.writes[position] <= 0
 
     def _ended(self, job: Job, positions: Sequence[int], *, ok: bool) -> None:
         """Go on with blocks of one job, all of one state.
@@ -406,33 +333,22 @@ class Producer:
             if good and job.failed and not job.failed.isdisjoint(range(*run)):
                 good = False
             if good:
-                self._go_on(job, run)
+                job.go_on(run)
                 continue
             self._done(job, run)
             if job.push and job.direct:  # its load has failed, too
                 self._release(job)
-
-    def _go_on(self, job: Job, run: Run) -> None:
-        state, positions = job.states[run[0]], range(*run)
-        if state == STAGING:
-            self._sum(job, positions)
-        elif state == WRITING or not job.push:
-            job.states.put(run, TOLD)
-            job.untold.extend(positions)
-        else:
-            job.states.put(run, SUMMED)
-            job.write(job.landings.known(positions))
 
     # Of one job
 
     def _advance(self, job: Job) -> None:
         """Hold what can be held now of what is awaited, first blocks first."""
         peer, source = job.peer, job.source
-        room = self._room(peer) // source.layout.slot_bytes
+        room = self.held.room(peer) // source.layout.slot_bytes
         below: dict[str, tuple[Tier, list[int]]] = {}
         late: list[int] = []
         while job.awaited and room > 0 and not job.over:
-            pinned = self._pin(job, room)
+            pinned = self.held.pin(job, room)
             room -= pinned
             if pinned:
                 continue
@@ -454,58 +370,7 @@ class Producer:
             job.awaited.popleft()
         job.awaited.extendleft(reversed(late))
         for tier, positions in below.values():
-            self._stage(job, tier, positions)
-
-    def _pin(self, job: Job, room: int) -> int:
-        """Pin the first blocks of what is awaited that are ready, up to `room`; count them."""
-        first = (job.keys[position] for position in islice(job.awaited, room))
-        entries = job.source.manager.pin_run(first)
-        positions = joined(runs_of([job.awaited.popleft() for _ in entries]))
-        for position, entry in zip(positions, entries, strict=True):
-            job.entries[position], job.slots[position] = entry, entry.slot
-        self._hold(job.peer, len(entries))
-        self._sum(job, positions)
-        return len(entries)
-
-    def _room(self, peer: Peer) -> int:
-        """Return the bytes that may be held for a peer now; each can have one block at least."""
-        of_all = 2 * self._held_bytes_max - self.held_bytes
-        room = min(self._held_bytes_max - peer.held_bytes, of_all)
-        return room if peer.held_bytes else max(room, peer.source.layout.slot_bytes)
-
-    def _hold(self, peer: Peer, blocks: int) -> None:
-        held = blocks * peer.source.layout.slot_bytes
-        peer.held_bytes += held
-        self.held_bytes += held
-
-    def _stage(self, job: Job, tier: Tier, positions: list[int]) -> None:
-        """Read blocks of a lower tier into slots of their own; those without one wait."""
-        source = job.source
-        slots = source.manager.prepare_store(len(positions))
-        job.awaited.extendleft(reversed(positions[len(slots) :]))
-        staged = positions[: len(slots)]
-        for position, slot in zip(staged, slots, strict=True):
-            job.states.put((position, position + 1), STAGING)
-            job.slots[position], job.entries[position] = slot, None
-        self._hold(job.peer, len(staged))
-        if staged:
-            keys = [job.keys[position] for position in staged]
-            source.tiering.stage(tier, keys, slots, [job.part((p,)) for p in staged])
-
-    def _sum(self, job: Job, positions: Sequence[int]) -> None:
-        """Take blocks' checksums, or none: a direct want does not check them."""
-        if not job.direct:
-            state = SUMMING
-            job.unsummed.extend(positions)
-        elif not job.push:
-            state = TOLD
-            job.untold.extend(positions)
-        else:
-            state = SUMMED
-        for run in runs_of(positions):
-            job.states.put(run, state)
-        if state == SUMMED:
-            job.write([position for position in positions if position in job.targets])
+            self.held.stage(job, tier, positions)
 
     def _take_sums(self, job: Job) -> None:
         positions, job.unsummed = joined(runs_of(job.unsummed)), []
@@ -522,8 +387,9 @@ class Producer:
             writes = job.slot_writes(positions)
         for part, write in writes:
             match write:
-                case SlotWrite():
-                    self._transfers.write(part, job.peer.agent, write)
+                case SlotMove():
+                    digest = job.source.layout.digest
+                    self._transfers.move(part, job.peer.agent, digest, write)
                 case EngineWrite():
                     workers = job.source.engines.workers(write.engine)
                     self._engine_writes.start(part, write, workers, now_ns)
@@ -532,17 +398,9 @@ class Producer:
 
     def _done(self, job: Job, run: Run) -> None:
         """Free blocks of one state that no transfer uses."""
-        (first, end), manager = run, job.source.manager
-        if job.states[first] in HELD:
-            self._hold(job.peer, first - end)
-            entries = job.entries[first:end]
-            for entry in filter(None, entries):
-                manager.unpin(entry)
-            own = zip(job.slots[first:end], entries, strict=True)
-            manager.give_back([Slot(slot) for slot, entry in own if entry is None])
-            job.entries[first:end] = [None] * (end - first)
+        self.held.free(job, run)
         job.states.put(run, DONE)
-        job.left -= end - first
+        job.left -= run[1] - run[0]
 
     def _release(self, job: Job) -> None:
         """Free the blocks that no transfer uses; the others follow as their transfers end.
@@ -558,11 +416,11 @@ class Producer:
         for run in runs_of(job.unwritten):
             job.states.put(run, SUMMED)
         job.unwritten.clear()
-        writing = [p for run in job.states.within(job.all, bytes((WRITING,))) for p in range(*run)]
+        writing = [p for run in job.states.within(job.all, bytes((MOVING,))) for p in range(*run)]
         if writing:
             self._engine_writes.abandon(job.part(writing))
             self._transfers.abandon(job.part(writing))
-        for run in job.states.within(job.all, bytes((AWAITED, SUMMED, TOLD))):
+        for run in job.states.within(job.all, bytes((WANTED, SUMMED, TOLD))):
             self._done(job, run)
 
     def _settle(self, job: Job, answer: m.Settled | None = None) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from kvstore.core.errors import InvariantBroken, ProtocolError, TierFull
 from kvstore.core.layout import RankPages
 from kvstore.core.types import BlockKey, Slot
 from kvstore.handover.checksums import block_sum, copied_sum
-from kvstore.handover.runs import Part, Run, numbers
+from kvstore.handover.runs import Part, numbers
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, u32
 from tiers.cpu import GENERATION_BYTES, CpuExtent
@@ -51,22 +51,18 @@ QUIET_NS = 60_000_000_000  # anything is in quarantine, and no hand-over is open
 # What is moved
 
 
-class SlotRead(msgspec.Struct, frozen=True):
-    """Slots of one of a peer's extents, and the landing slots that they are read into."""
+class SlotMove(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots of one of our extents, and those of a peer's region that they are moved from or to.
 
-    region: m.Region
-    numbers: array[int]
-    landing: array[int]
+    write: to the peer. On the side that is written to, they are landing slots.
+    """
 
-
-class SlotWrite(msgspec.Struct, frozen=True):
-    """Slots of one of our extents, and the peer's landing slots that they are written to."""
-
-    extent: int
-    numbers: array[int]
+    write: bool
     slot_bytes: int
-    landing: m.Region
-    landing_slots: array[int]
+    extent: int
+    local: array[int]
+    region: m.Region
+    remote: array[int]
 
 
 class SlotFill(msgspec.Struct, frozen=True):
@@ -230,65 +226,6 @@ class Landing:
         return memory
 
 
-class LandingTurns:
-    """Blocks that wait for a landing slot only; peers take turns.
-
-    One peer has three quarters of the slots at most, so that others land beside one that hangs.
-    """
-
-    def __init__(self, landing: Landing) -> None:
-        """landing: where slots come from."""
-        self._landing = landing
-        self._waiting: dict[int, deque[tuple[int, Run]]] = {}  # by peer: of which fetch
-        self._used: Counter[int] = Counter()  # slots, by peer
-
-    def queue(self, peer: int, number: int, run: Run) -> None:
-        """Add blocks that wait for a slot."""
-        self._waiting.setdefault(peer, deque()).append((number, run))
-
-    def next(
-        self, still_wait: Callable[[int, Run], Iterable[Run]]
-    ) -> Iterator[tuple[int, list[Run], array[int]]]:
-        """Assign free slots; yields a fetch, runs of its blocks, and their slots.
-
-        still_wait(fetch, run): what is left of a run; others were given up meanwhile.
-        """
-        share = max(1, self._landing.count * 3 // 4)
-        for peer, waiting in list(self._waiting.items()):
-            room = share - self._used[peer]
-            free = self._landing.take(room) if room > 0 else array(U32)
-            chosen: dict[int, list[Run]] = {}
-            slots: dict[int, array[int]] = {}
-            while waiting and free:
-                number, run = waiting.popleft()
-                for first, end in still_wait(number, run):
-                    stop = min(end, first + len(free))
-                    if first < stop:
-                        chosen.setdefault(number, []).append((first, stop))
-                        slots.setdefault(number, array(U32)).extend(free[: stop - first])
-                        del free[: stop - first]
-                    if stop < end:
-                        waiting.appendleft((number, (stop, run[1])))
-                        break
-            self._landing.give_back(free)
-            if chosen or not waiting:
-                del self._waiting[peer]
-            if chosen and waiting:
-                self._waiting[peer] = waiting  # behind those that got none
-            for number, runs in chosen.items():
-                self._used[peer] += len(slots[number])
-                yield number, runs, slots[number]
-
-    def left(self, peer: int, count: int) -> None:
-        """A peer uses some slots less."""
-        self._used[peer] -= count
-
-    def forget(self, peer: int) -> None:
-        """Drop a peer's waiting blocks."""
-        self._waiting.pop(peer, None)
-        self._used = +self._used
-
-
 class Regions:
     """Memory of peers' exporters, by peer and extent."""
 
@@ -367,16 +304,16 @@ def _allocate(landing: Landing, size: int) -> _Allocated:
 class Transfers:
     """Moves, copies and sums blocks. Called from the store's thread; no method blocks but close.
 
-    devices: network devices of the exporter, as UCX names them.
+    devices: network devices of the exporter, as UCX names them. exporter: only poll() drives it.
     """
 
     def __init__(self, service: str, devices: str, landing_bytes: int) -> None:
         """service, devices: as in exporter Settings. landing_bytes: of each namespace's slots.
 
-        Until wake() there is no process.
+        Until exporter.wake() there is no process.
         """
         settings = supervisor.Settings(service, devices, quarantine_bytes_max=landing_bytes)
-        self._exporter = supervisor.Exporter(settings, asleep=True)
+        self.exporter = supervisor.Exporter(settings, asleep=True)
         self.devices = devices
         self._landing_bytes = landing_bytes
         self._landings: dict[str, Landing] = {}
@@ -406,17 +343,13 @@ class Transfers:
 
     def fds(self) -> Iterator[int]:
         """Go through the descriptors that become readable when poll() has something to return."""
-        yield from (self._exporter.fileno(), self._done)
-
-    def wait_s(self, now_ns: int) -> float | None:
-        """Return when to call poll() at the latest; None: when a descriptor says so."""
-        return self._exporter.wait_s(now_ns)
+        yield from (self.exporter.fileno(), self._done)
 
     def poll(self, now_ns: int) -> Sequence[Event]:
         """Return what has happened since the last call."""
         self._now_ns = now_ns
         events, self._unreachable = self._unreachable, []
-        for event in self._exporter.poll(now_ns):
+        for event in self.exporter.poll(now_ns):
             events += self._on(event)
         if self._to_read:
             self._to_read = False
@@ -437,9 +370,9 @@ class Transfers:
                 self._addresses[extent] = address
             case nixl.Metadata(metadata):
                 return self._reachable(metadata)
-            case nixl.Unmapped(extent):
+            case nixl.Unmapped(extent, ""):
                 return self._unmapped(extent)
-            case nixl.NotMapped(extent, text):
+            case nixl.Unmapped(extent, text):
                 log.error("peers cannot reach extent %d: %s", extent, text)
                 self._unmappable.add(extent)
             case nixl.Ended(number, moved, _, error):
@@ -481,26 +414,23 @@ class Transfers:
 
     # Transfers
 
-    def read(self, part: Part, agent: str, digest: str, read: SlotRead) -> None:
-        """Read a peer's slots into a namespace's landing slots, in batches; ends as Arrived."""
-        landing = self._landings[digest]
-        size = landing.slot_bytes
-        address, region_bytes = read.region.base, read.region.slots * size
-        for piece in batches(len(part.positions), size):
-            local, remote = read.landing[piece].tobytes(), read.numbers[piece].tobytes()
-            move = nixl.Transfer(
-                0, agent, False, landing.extent, address, region_bytes, size, local, remote
+    def move(self, part: Part, agent: str, digest: str, move: SlotMove) -> None:
+        """Move slots of a namespace; a read ends in batches, as Arrived, and a write as Written."""
+        size, region = move.slot_bytes, move.region
+        whole = (slice(None),)
+        for piece in whole if move.write else batches(len(part.positions), size):
+            transfer = nixl.Transfer(
+                id=0,
+                peer=agent,
+                write=move.write,
+                extent=move.extent,
+                address=region.base,
+                region_bytes=region.slots * size,
+                block_bytes=size,
+                local=move.local[piece].tobytes(),
+                remote=move.remote[piece].tobytes(),
             )
-            self._start(move, digest, part.cut(piece))
-
-    def write(self, part: Part, agent: str, write: SlotWrite) -> None:
-        """Write slots to a peer's landing slots; ends as Written."""
-        size, region = write.slot_bytes, write.landing
-        local, remote = write.numbers.tobytes(), write.landing_slots.tobytes()
-        move = nixl.Transfer(
-            0, agent, True, write.extent, region.base, region.slots * size, size, local, remote
-        )
-        self._start(move, None, part)
+            self._start(transfer, None if move.write else digest, part.cut(piece))
 
     def fill(self, part: Part, fill: SlotFill) -> None:
         """Write parts of slots to a peer's engine; ends as Written."""
@@ -510,7 +440,7 @@ class Transfers:
         self._start(filling, None, part)
 
     def _start(self, move: nixl.Transfer | nixl.Fill, digest: str | None, part: Part) -> None:
-        number = self._exporter.start(move)
+        number = self.exporter.start(move)
         self._transfers[number] = _Transfer(digest, part)
         self._moving.setdefault(part[:2], []).append(number)
 
@@ -526,7 +456,7 @@ class Transfers:
             if found.wanted:
                 found.wanted.difference_update(part.positions)
                 if not found.wanted:
-                    self._exporter.abandon(number)
+                    self.exporter.abandon(number)
 
     def sum(
         self, part: Part, namespace: str, keys: Sequence[BlockKey], slots: Slots, slot_bytes: int
@@ -560,38 +490,15 @@ class Transfers:
             )
             self._runner.submit(_Work(work, Checked(namespace, cut, [False] * len(named_keys))))
 
-    # The exporter
-
-    def wake(self) -> None:
-        """Start the exporter, unless it runs."""
-        self._exporter.wake()
-
-    def restart(self, why: str) -> None:
-        """Start the exporter afresh. Once Down has come, no earlier transfer moves anything."""
-        self._exporter.restart(why)
-
-    @property
-    def abandoned_bytes(self) -> int:
-        """Memory of abandoned transfers that have not ended."""
-        return self._exporter.quarantined_bytes
+    # The exporter, and memory
 
     def over_tcp(self, host: str) -> bool:
         """Tell whether bytes from and to a host travel over TCP."""
         return over_tcp(host, self.devices)
 
-    def add_peer(self, agent: str, metadata: bytes) -> None:
-        """Learn how to reach a peer's agent now."""
-        self._exporter.add_peer(agent, metadata)
-
-    def remove_peer(self, agent: str) -> None:
-        """Forget a peer's agent; transfers with it fail."""
-        self._exporter.remove_peer(agent)
-
-    # Memory
-
     def export(self, extent: int, fd: int, size: int) -> None:
         """Let peers read an extent."""
-        self._exporter.map(extent, fd, size, writable=False)
+        self.exporter.map(extent, fd, size, writable=False)
 
     def unexport(self, extent: int) -> None:
         """Send Unmapped once no transfer uses an extent."""
@@ -599,7 +506,7 @@ class Transfers:
             self._unmappable.discard(extent)
             self._unreachable += self._unmapped(extent)
         else:
-            self._exporter.unmap(extent)
+            self.exporter.unmap(extent)
 
     def landing(self, namespace: str, slot_bytes: int) -> Landing:
         """Return a namespace's landing slots."""
@@ -633,7 +540,7 @@ class Transfers:
             return
         number, self._next_landing = self._next_landing, self._next_landing + 1
         landing.made(number, memory)
-        self._exporter.map(number, memory.fd, memory.count * memory.slot_bytes, writable=True)
+        self.exporter.map(number, memory.fd, memory.count * memory.slot_bytes, writable=True)
 
     def _reclaim(self, landing: Landing) -> None:
         """Free the memory of a landing that is not used, for another namespace's."""
@@ -644,7 +551,7 @@ class Transfers:
 
     def close(self) -> None:
         """End the process and the threads, and free the landing slots."""
-        self._exporter.close()
+        self.exporter.close()
         self._runner.close()
         os.close(self._done)
         memories: list[object] = [landing.unmade() for landing in self._landings.values()]
@@ -664,9 +571,9 @@ class PeerAgents:
     go first.
     """
 
-    def __init__(self, transfers: Transfers) -> None:
-        """transfers: add_peer() and remove_peer() are called; each new exporter is told by it."""
-        self._transfers = transfers
+    def __init__(self, exporter: supervisor.Exporter) -> None:
+        """exporter: passes what it is told to each process that it starts."""
+        self._exporter = exporter
         self._named: dict[int, list[str]] = {}  # by connection; the first is its exporter
         self._users: dict[str, set[int]] = {}  # their connections; longest unused first
         self._metadata: dict[str, bytes] = {}
@@ -697,7 +604,7 @@ class PeerAgents:
 
     def _add(self, agent: str, metadata: bytes) -> None:
         self._metadata[agent] = metadata
-        self._transfers.add_peer(agent, metadata)
+        self._exporter.add_peer(agent, metadata)
 
     def metadata(self, agent: str) -> bytes:
         """Return how to reach an agent; empty for an unknown one."""
@@ -716,7 +623,7 @@ class PeerAgents:
             unused = next((agent for agent, users in self._users.items() if not users), None)
             if unused is not None:
                 del self._users[unused], self._metadata[unused]
-                self._transfers.remove_peer(unused)
+                self._exporter.remove_peer(unused)
                 continue
             connection, named = max(self._named.items(), key=lambda item: len(item[1]))
             if len(named) == 1:

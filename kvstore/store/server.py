@@ -148,7 +148,7 @@ class Server:
         name = f"kvstore-{secrets.token_hex(4)}"
         mover = Transfers(name, config.devices, config.landing_bytes)
         if config.eager:
-            mover.wake()
+            mover.exporter.wake()
         waits = Waits(engine.promote_ns, engine.promote_limit_ns)
         peers = Peers(key, mover, config.held_bytes, waits)
         try:

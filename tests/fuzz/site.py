@@ -135,6 +135,7 @@ class Mover(Moves):
         self._net, self._name = net, name
         self._starts = itertools.count(1)
         self.agent = self.devices = ""
+        self.exporter = self
         self.site: Site | None = None
         self.landings: dict[str, LandingSlots] = {}
         self.known: dict[str, bytes] = {}
@@ -208,7 +209,7 @@ class Mover(Moves):
         return {}
 
     @property
-    def abandoned_bytes(self) -> int:
+    def quarantined_bytes(self) -> int:
         return self.abandoned
 
     def landing_at(self, agent: str, region: m.Region) -> LandingSlots | None:

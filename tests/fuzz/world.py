@@ -434,7 +434,7 @@ def check_nothing_left(site: Site) -> None:
     own = site.peers
     assert len(own.producer._peers) <= 1, "peers that are gone"
     assert not any(peer.jobs or peer.blocks for peer in own.producer._peers.values())
-    assert own.producer.held_bytes == 0
+    assert own.producer.held.bytes == 0
     assert not own.producer._early
     assert own.producer.request_leases.held_bytes == 0
     assert len(own.links.all) <= links.LINKS_MAX
@@ -448,8 +448,8 @@ def check_nothing_left(site: Site) -> None:
         assert not consumer._fetches
         assert not consumer._direct
         assert not consumer._located
-        assert not consumer._loads._open
-        assert not consumer.quarantined
+        assert not consumer.arrivals.loads._open
+        assert not consumer.arrivals.quarantined
     sessions = list(site.store.sessions.values())
     for namespace in site.store.namespaces.values():
         assert all(entry.pins == 0 for entry in namespace.manager.index), "pins"

@@ -10,10 +10,12 @@ from typing import Any, cast
 
 from kvstore.core.layout import RankPages
 from kvstore.core.tier import Tier, TierContext
-from kvstore.core.types import GroupRule, Slot
+from kvstore.core.types import BlockKey, GroupRule, Slot
 from kvstore.handover import consumer as c
 from kvstore.handover import producer as o
 from kvstore.handover import transfers as t
+from kvstore.handover.arrivals import Arrivals
+from kvstore.handover.fetches import Fetch, Fetched
 from kvstore.handover.jobs import OwnExporter
 from kvstore.handover.runs import Part
 from kvstore.handover.transfers import EngineWrite, SlotFill
@@ -150,7 +152,7 @@ class Pair:
         target: Any = _Target(self, context)
         transfers: Any = self.moves
         connections: Any = _Connections(self)
-        self.consumer = c.Consumer(connections, target, transfers, self._to_worker, c.Fetched())
+        self.consumer = c.Consumer(connections, target, transfers, self._to_worker, Fetched())
         return self.consumer
 
     def _to_consumer(self, peer: int, message: framing.Message) -> None:
@@ -262,7 +264,7 @@ class Pair:
         assert set(self.target.manager.granted()) == set(self.decode.credits)
         assert not self.consumer._fetches
         assert not self.consumer._located
-        assert self.consumer.quarantined == 0
+        assert self.consumer.arrivals.quarantined == 0
         self.landing.check_all_free()
 
 
@@ -271,6 +273,22 @@ def stored(blocks: int, **how: int) -> tuple[Pair, list[bytes]]:
     pair, chain = Pair(**how), hashes(blocks)
     pair.put(chain)
     return pair, chain
+
+
+def bare_fetch(arrivals: Arrivals, peer: int, keys: list[BlockKey], *, push: bool = False) -> Fetch:
+    """A fetch that no consumer knows; its number is the peer's."""
+    return Fetch(
+        connection=peer,
+        number=peer,
+        keys=keys,
+        push=push,
+        say=lambda _: None,
+        fetched=Fetched(),
+        located={},
+        into=arrivals,
+        heard_ns=0,
+        extend_ns=0,
+    )
 
 
 class _Connections:

@@ -29,7 +29,7 @@ def exporter_of(store: LiveStore) -> Exporter:
     peers = store.server._peers
     assert peers is not None
     assert isinstance(peers._mover, Transfers)
-    return peers._mover._exporter
+    return peers._mover.exporter
 
 
 def inside(store: LiveStore, work: Callable[[], object]) -> None:

@@ -13,7 +13,16 @@ from pathlib import Path
 from types import ModuleType
 
 from kvstore import cli
-from kvstore.handover import consumer, heartbeats, jobs, peers, producer, side_channel, transfers
+from kvstore.handover import (
+    consumer,
+    fetches,
+    heartbeats,
+    jobs,
+    peers,
+    producer,
+    side_channel,
+    transfers,
+)
 from kvstore.store import server
 from tiers.nixl import supervisor
 
@@ -21,6 +30,7 @@ S = 1_000_000_000
 TIMES = {
     (consumer, "STALL_NS"): 2 * S,
     (consumer, "LEASE_MS"): 3_000,
+    (fetches, "LEASE_MS"): 3_000,
     (heartbeats, "LEASE_MS"): 3_000,  # what it imported
     (producer, "GRACE_NS"): 1 * S,
     (jobs, "UNKNOWN_NS"): 1 * S,  # longer than in truth: other tests keep processors busy

@@ -5,7 +5,7 @@
         <------------------------------- Ready   its name, fresh; how to reach it
       Map + fd --------------------------------> maps, registers
         <-------------------- Mapped, Metadata   how to reach it now
-      AddPeer ---------------------------------> how to reach a peer's exporter
+      Peer ------------------------------------> how to reach a peer's exporter
       Transfer, Fill --------------------------> moves
         <------------------------------- Ended
 
@@ -56,17 +56,11 @@ class Unmap(Message, frozen=True):
     extent: int
 
 
-class AddPeer(Message, frozen=True):
-    """Learn how to reach a peer, or how to reach it now."""
+class Peer(Message, frozen=True):
+    """Learn how to reach a peer now. None: end the transfers with it soon, and forget it."""
 
     peer: str
-    metadata: bytes
-
-
-class RemovePeer(Message, frozen=True):
-    """End the transfers with a peer as soon as possible, and forget it."""
-
-    peer: str
+    metadata: bytes | None
 
 
 class Transfer(Message, frozen=True):
@@ -142,17 +136,11 @@ class Mapped(Message, frozen=True):
     address: int
 
 
-class NotMapped(Message, frozen=True):
-    """An extent cannot be mapped."""
-
-    extent: int
-    text: str
-
-
 class Unmapped(Message, frozen=True):
-    """An extent is not mapped any more, and no transfer uses it."""
+    """An extent is not mapped, and no transfer uses it. text: why it could not be mapped."""
 
     extent: int
+    text: str = ""
 
 
 class Metadata(Message, frozen=True):
@@ -199,7 +187,5 @@ class Failed(Message, frozen=True):
     text: str
 
 
-ToExporter = Map | Unmap | AddPeer | RemovePeer | Transfer | Fill | Abandon | Ping
-ToStore = (
-    Ready | Mapped | NotMapped | Unmapped | Metadata | PeerRefused | Ended | Pong | Wrong | Failed
-)
+ToExporter = Map | Unmap | Peer | Transfer | Fill | Abandon | Ping
+ToStore = Ready | Mapped | Unmapped | Metadata | PeerRefused | Ended | Pong | Wrong | Failed

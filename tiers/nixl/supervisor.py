@@ -1,4 +1,4 @@
-"""The store's side of its exporter: keeps one running, and knows what is open with it.
+"""The store's side of its exporter: keeps one running, the socket to it, and what is open with it.
 
 down --poll(), after a pause--> starting --Ready--> up
   ^                                |                 |  it ended, or restart(): too much in
@@ -13,16 +13,24 @@ Peers can overwrite its memory, so it may send anything; an impossible message e
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import select
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
 from kvstore.core.errors import ProtocolError, TierIOError, check
-from kvstore.wire.framing import Message
+from kvstore.wire.framing import Decoder, Message, encode
 from tiers.nixl import messages as m
-from tiers.nixl.exporter_child import Child
+from tiers.nixl.ucx import environment
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +46,9 @@ _WRONG_MAX = 100  # of one process
 _TEXT_MAX = 500
 _END_S = 0.2
 _KILLED_S = 0.5
+_READ_BYTES = 1 << 18
+_READS_MAX = 16  # of one receive(): it may send faster than the store reads
+_SHARED = 2  # standard error: what it prints belongs in the store's log
 
 State = Literal["down", "starting", "up", "ending"]
 
@@ -48,7 +59,7 @@ class Down(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = m.Ready | m.Mapped | m.NotMapped | m.Unmapped | m.Metadata | m.PeerRefused | m.Ended | Down
+Event = m.Ready | m.Mapped | m.Unmapped | m.Metadata | m.PeerRefused | m.Ended | Down
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -63,6 +74,125 @@ class Settings(msgspec.Struct, frozen=True):
     devices: str = "lo"
     transports: str | None = None
     quarantine_bytes_max: int = 256 << 20
+
+
+class Child:
+    """One exporter process, from its start to its end, and the socket to it. Nothing blocks."""
+
+    def __init__(self, service: str, devices: str, transports: str | None) -> None:
+        """Start it. Arguments as in Settings. Raises TierIOError."""
+        ours, its = socket.socketpair()
+        try:
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - our own module
+                [sys.executable, "-P", "-m", "tiers.nixl.exporter", service],
+                stdin=its.fileno(),
+                stdout=_SHARED,
+                env=environment(devices, transports),
+                start_new_session=True,
+            )
+        except OSError as exc:
+            ours.close()
+            raise TierIOError(f"cannot start the exporter: {exc}") from exc
+        finally:
+            its.close()
+        self._end = os.pidfd_open(self._process.pid)
+        ours.setblocking(False)
+        self._sock = ours
+        self._decoder = Decoder(m.ToStore)
+        self._outbox: deque[tuple[memoryview, int | None]] = deque()
+        self.outbox_bytes = 0
+        self._open = True  # its end of the socket
+        self._writing = False
+        self._epoll: select.epoll | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def watch(self, epoll: select.epoll) -> None:
+        """Register with an epoll object, which is readable when there is something to do."""
+        self._epoll = epoll
+        epoll.register(self._sock, select.EPOLLIN)
+        epoll.register(self._end, select.EPOLLIN)
+
+    def send(self, message: Message, fd: int | None = None) -> None:
+        """Send a message as soon as it fits; fd: sent along, and has to stay open until then."""
+        data = encode(message)
+        self._outbox.append((memoryview(data), fd))
+        self.outbox_bytes += len(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much as fits."""
+        while self._outbox and self._open:
+            data, fd = self._outbox[0]
+            try:
+                if fd is None:
+                    sent = self._sock.send(data)
+                else:
+                    sent = socket.send_fds(self._sock, [data], [fd])
+            except BlockingIOError:
+                break
+            except OSError:  # it is ending; ended() tells when it has
+                return
+            self.outbox_bytes -= sent
+            if sent < len(data):
+                self._outbox[0] = (data[sent:], None)
+            else:
+                self._outbox.popleft()
+        writing = bool(self._outbox)
+        if writing is not self._writing and self._epoll is not None and self._open:
+            self._writing = writing
+            events = select.EPOLLIN | (select.EPOLLOUT if writing else 0)
+            self._epoll.modify(self._sock, events)
+
+    def receive(self) -> Iterator[Message]:
+        """Yield its messages. Raises ProtocolError for invalid ones."""
+        for _ in range(_READS_MAX if self._open else 0):
+            try:
+                data = self._sock.recv(_READ_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._open = False
+                if self._epoll is not None:
+                    self._epoll.unregister(self._sock)
+                self.kill()  # without the socket it is of no use
+                return
+            yield from self._decoder.feed(data)
+
+    def kill(self) -> None:
+        """Kill it; until ended() tells that it has, it may still write to memory."""
+        self._process.kill()
+
+    def hang_up(self) -> None:
+        """Close the sending side: the process ends by itself, unless it is stopped."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+
+    def ended(self, wait_s: float = 0.0) -> str | None:
+        """Return why it has ended; None while it runs. wait_s: how long to wait for its end."""
+        try:
+            code = self._process.wait(wait_s) if wait_s else self._process.poll()
+        except subprocess.TimeoutExpired:
+            return None
+        if code is None:
+            return None
+        if code >= 0:
+            return f"it ended with {code}"
+        return f"it was ended by {signal.Signals(-code).name}"
+
+    def close(self) -> None:
+        """Close the descriptors, after its end."""
+        if self._epoll is not None:
+            if self._open:
+                self._epoll.unregister(self._sock)
+            self._epoll.unregister(self._end)
+        self._sock.close()
+        os.close(self._end)
 
 
 class _Extent(msgspec.Struct):
@@ -149,8 +279,8 @@ class Exporter:
     def map(self, extent: int, fd: int, size: int, *, writable: bool) -> None:
         """Let peers reach the first `size` bytes of a sealed memfd, in this process and the next.
 
-        The descriptor stays open until Unmapped or NotMapped has come. Mapped comes for each
-        process anew: addresses differ.
+        The descriptor stays open until Unmapped has come; with a text: it cannot be mapped. Mapped
+        comes for each process anew: addresses differ.
         """
         check(extent not in self._extents, f"extent {extent} is mapped already")
         self._extents[extent] = _Extent(fd, size, writable)
@@ -169,12 +299,12 @@ class Exporter:
         """Learn how to reach a peer now, in this process and the next."""
         self._peers[peer] = metadata
         if self._running:
-            self._send(m.AddPeer(peer, metadata))
+            self._send(m.Peer(peer, metadata))
 
     def remove_peer(self, peer: str) -> None:
         """Forget a peer; open transfers with it fail once nothing of them is under way."""
         if self._peers.pop(peer, None) is not None and self._running:
-            self._send(m.RemovePeer(peer))
+            self._send(m.Peer(peer, None))
 
     def start(self, move: m.Transfer | m.Fill) -> int:
         """Start a transfer; returns its id, which the Ended will have."""
@@ -262,7 +392,7 @@ class Exporter:
         for extent in self._extents:
             self._send_extent(extent)
         for peer, metadata in self._peers.items():
-            self._send(m.AddPeer(peer, metadata))
+            self._send(m.Peer(peer, metadata))
 
     def _pause(self, now_ns: int) -> None:
         """Set when to start again."""
@@ -322,7 +452,7 @@ class Exporter:
                 if self._running:
                     self._state = "up"
                 self._events.append(message)
-            case m.Mapped(extent) | m.NotMapped(extent) | m.Unmapped(extent):
+            case m.Mapped(extent) | m.Unmapped(extent):
                 self._on_extent(message, extent)
             case m.Metadata() | m.PeerRefused():
                 self._events.append(message)
@@ -336,14 +466,16 @@ class Exporter:
             case m.Failed(text):
                 self._why = text
 
-    def _on_extent(self, message: m.Mapped | m.NotMapped | m.Unmapped, number: int) -> None:
+    def _on_extent(self, message: m.Mapped | m.Unmapped, number: int) -> None:
         extent = self._extents.get(number)
-        leaves = isinstance(message, m.Unmapped)
-        if extent is None or (leaves and not extent.leaving):
+        asked = isinstance(message, m.Mapped) or message.text or (extent and extent.leaving)
+        if extent is None or not asked:
             what = type(message).__name__
             raise ProtocolError(f"{what} of extent {number}, which was not asked for")
-        if not isinstance(message, m.Mapped):
+        if isinstance(message, m.Unmapped):
             del self._extents[number]
+            # One that could not be mapped is unmapped as it should be, if it was to be.
+            message = m.Unmapped(number) if extent.leaving else message
         self._events.append(message)
 
     def _on_ended(self, message: m.Ended) -> None:
