@@ -291,8 +291,8 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("barriers -k S2_nothing_stays", "        if self.off:\n            return\n", ""),
         (
             "links -k reaches_itself",
-            "if agent == (self.exported.up and self.exported.up.name):",
-            "if False:",
+            "message.agent == up.name:",
+            "not message.agent:",
         ),
         (
             "peers_life -k S4_a_namespace",

@@ -204,6 +204,10 @@ class Peers:
     def _on_message(self, number: int, message: Message) -> None:
         link = self.links.all.get(number)
         self._quarantine.stir()
+        up = self.exported.up
+        if up is not None and isinstance(message, m.Hello | m.Welcome) and message.agent == up.name:
+            self.channel.drop(number, "it names our exporter: this store, under another address")
+            return
         if link is not None:
             self._on_answer(number, link, message)
             return
@@ -214,8 +218,6 @@ class Peers:
     def _on_answer(self, number: int, link: Link, message: Message) -> None:
         consumer = self._inlets[link.digest]
         match message:
-            case m.Welcome(agent) if agent == (self.exported.up and self.exported.up.name):
-                self.channel.drop(number, "it is this store, under another address")
             case m.Welcome(agent, metadata):
                 self.links.welcome(link, message)
                 self._agents.meet(number, agent, metadata)
