@@ -88,24 +88,50 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/handover/side_channel.py": (
         (
             "side_channel_limits -k S2_what_peers_leave_unfinished",
-            "while self._unfinished > UNFINISHED_BYTES_MAX:",
+            "while lines.unfinished > UNFINISHED_BYTES_MAX:",
         ),
-        ("side_channel_limits -k S2_what_peers_do_not", "while self._unread > UNREAD_BYTES_MAX:"),
+        ("side_channel_limits -k S2_what_peers_do_not", "while lines.unread > UNREAD_BYTES_MAX:"),
         ("side_channel_limits -k S2_connections_that_prove", "if len(young) >= GREETINGS_MAX:"),
         (
-            "side_channel_limits -k S3_without_a_key_only_loopback_is_dialled",
-            "if self._key is None and not is_loopback(host):\n            raise ConfigError(f",
+            "side_channel_limits -k B9_what_a_peer_said_before_it_was_gone",
+            "self._ready.add(number)\n        self.lines.update(line)",
+            'self._fail(line, "unsent")\n        self.lines.update(line)',
         ),
         (
-            "side_channel_limits -k S3_a_name",
-            "if self._key is None and not is_loopback(str(name[0])):",
+            "side_channel_limits -k a_name_with_several",
+            'if line.addresses and line.stage != "open":',
         ),
+        ("side_channel_limits -k a_name_with_several", ' and line.stage != "open":', ":"),
         ("side_channel_limits -k S1_without_a_key", "if self._key is None and not may_ask(tcp):"),
         ("side_channel_limits -k S1_without_a", "if self._key is None and not may_answer(sock):"),
+    ),
+    "kvstore/handover/line.py": (
+        (
+            "side_channel_limits -k S2_a_connection_that_is_reset",
+            "if self._by_fd.get(line.fd) is line:",
+        ),
+        ("side_channel_limits -k S2_what_peers_leave", "self.unfinished -= line.counted[1]"),
+    ),
+    "kvstore/handover/listener.py": (
+        (
+            "side_channel_limits -k S3_a_name",
+            "if not open_to_all and not is_loopback(str(name[0])):",
+        ),
         (
             "side_channel_limits -k S2_a_listener_without_descriptors",
             "and now_ns >= self._paused_ns",
             "and not self._paused_ns",
+        ),
+    ),
+    "kvstore/handover/loopback.py": (
+        (
+            "side_channel_limits -k S3_without_a_key_only_loopback_is_dialled",
+            "if not open_to_all and not is_loopback(host):",
+        ),
+        (
+            "side_channel_limits -k S2_what_is_no_address",
+            "len(port) > len(str(PORT_MAX)) or not 0 < int(port) <= PORT_MAX",
+            "not 0 < int(port[:6]) <= PORT_MAX",
         ),
     ),
     "kvstore/logs.py": (
@@ -258,13 +284,23 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "tiers/nvme/startup.py": (
         ("nvme_failing -k damaged_before", "fresh.open(damage)", "fresh.open()"),
     ),
-    "kvstore/handover/peers.py": (
-        ("peer_limits -k S2_what_names", 'self.channel.counts["undialled"] += 1'),
-        ("peer_limits -k S2_what_names", "self._links[oldest].used_ns >= RESTING_NS:", "True:"),
+    "kvstore/handover/links.py": (
+        ("peer_limits -k S2_what_names", 'self._channel.counts["undialled"] += 1'),
+        ("peer_limits -k S2_what_names", "oldest.used_ns >= RESTING_NS:", "oldest.used_ns >= 0:"),
         (
             "peer_limits -k P4",
-            "link.waiting = [one for one in link.waiting if _job_of(one) != message.job]",
-            "link.waiting.append(message)",
+            "elif isinstance(message, m.Settle) and not message.lease_ms:",
+        ),
+        ("links -k B2", 'if link.stage not in {"greeted", "starting"}:'),
+        ("links -k B2", 'if link.stage != "greeted":'),
+    ),
+    "kvstore/handover/peers.py": (
+        ("barriers -k S2_nothing_stays", "self.producer.request_leases.clear()"),
+        ("barriers -k S2_nothing_stays", "        if self.off:\n            return\n", ""),
+        (
+            "links -k reaches_itself",
+            "message.agent == up.name:",
+            "not message.agent:",
         ),
         (
             "peers_life -k S4_a_namespace",

@@ -18,6 +18,7 @@ from kvstore.core.errors import InvariantBroken
 from kvstore.core.manager import Manager
 from kvstore.core.tiering import Tiering
 from kvstore.handover.consumer import Consumer
+from kvstore.handover.exported import ExportedMemory
 from kvstore.handover.heartbeats import Requests
 from kvstore.handover.jobs import Job
 from kvstore.handover.peers import Peers
@@ -77,7 +78,7 @@ def test_S2_what_a_peers_message_meets_costs_its_connection(
     place.good.hand_over(hashes(2, "before"), push=False)
     for number in range(20):
         say = place.caller()
-        bad.add(max(place.prefill.wire._lines))
+        bad.add(max(place.prefill.wire.lines.all))
         message: Any = place.hello()
         if verb == "_of_request":
             message = m.Done("namespace", "request")
@@ -85,7 +86,7 @@ def test_S2_what_a_peers_message_meets_costs_its_connection(
         say(wanted(hashes(2, f"{number}")))
         place.turns(2)
     assert internal(place) == 20
-    assert not bad & set(place.prefill.wire._lines), "they were hung up on"
+    assert not bad & set(place.prefill.wire.lines.all), "they were hung up on"
     assert not bad & set(place.prefill.peers.producer._peers)
     place.good.hand_over(hashes(2, "after"), push=False)
     assert tracebacks(caplog) == 1
@@ -112,7 +113,7 @@ def test_S2_what_a_peers_jobs_meet_in_a_turn_costs_its_connection(
     monkeypatch.setattr(Producer, "_release", maybe(release))  # what is held stays held
     place.turns(3)
     assert number not in place.prefill.peers.producer._peers
-    assert number not in place.prefill.wire._lines
+    assert number not in place.prefill.wire.lines.all
     met = internal(place)
     assert met >= 1
     place.good.hand_over(hashes(2, "after"), push=True)
@@ -156,7 +157,8 @@ def test_S2_what_fetches_meet_costs_the_namespace_its_fetches(
 
 
 @pytest.mark.parametrize(
-    "verb", [(Requests, "tick"), (RequestLeases, "tick"), (Peers, "_sweep"), (Peers, "_on_memory")]
+    "verb",
+    [(Requests, "tick"), (RequestLeases, "tick"), (Peers, "_sweep"), (ExportedMemory, "change")],
 )
 def test_S2_what_is_no_peers_costs_all_hand_overs_and_nothing_else(
     place: Place,
@@ -167,7 +169,7 @@ def test_S2_what_is_no_peers_costs_all_hand_overs_and_nothing_else(
     place.good.hand_over(hashes(2, "before"), push=False)
     monkeypatch.setattr(*verb, surprised)
     decode, taker = place.decode, place.good.taker
-    if verb[1] == "_on_memory":
+    if verb[1] == "change":
         decode.attach("other", identity="another model")
     place.turns(3, ms=300)
     assert decode.peers.off
@@ -188,6 +190,33 @@ def test_S2_what_is_no_peers_costs_all_hand_overs_and_nothing_else(
     assert internal(place, decode=True) >= 1
 
 
+def test_S2_nothing_stays_pinned_once_hand_overs_are_off(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No turn ends leases any more, and engines go on to hand over."""
+    prefill, chain = place.prefill, hashes(3, "held")
+    place.good.put(chain)
+    place.turns(5)
+    place.caller(place.hello())(wanted(chain))
+
+    def hand_over(request: str) -> None:
+        done = p.HandedOver(request, "done", b"".join(chain), 32, lease_ms=30_000)
+        place.good.giver.step(handed_over=(p.HandedOver(request, "running"), done))
+        place.turns(2)
+
+    hand_over("before")
+    own, manager = prefill.peers.producer, prefill.namespace(place.good.giver).manager
+    assert own.request_leases.held_bytes == own.held.bytes > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Requests, "tick", surprised)
+        place.turns(1)
+    assert prefill.peers.off
+    hand_over("after")
+    assert own.request_leases.held_bytes == own.held.bytes == 0
+    assert len(own.request_leases) == 0
+    assert all(entry.pins == 0 for entry in manager.index)
+
+
 def test_S2_what_the_end_of_a_peer_meets_costs_nothing_more(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +225,7 @@ def test_S2_what_the_end_of_a_peer_meets_costs_nothing_more(
     place.turns(2)
     with monkeypatch.context() as patch:
         patch.setattr(Producer, "on_closed", surprised)
-        place.prefill.wire.drop(max(place.prefill.wire._lines))
+        place.prefill.wire.drop(max(place.prefill.wire.lines.all))
     place.turns(2)
     assert internal(place) == 1
     place.good.hand_over(hashes(2, "after"), push=False)

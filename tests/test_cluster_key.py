@@ -221,6 +221,6 @@ def test_S2_a_host_that_is_no_name_costs_its_request_a_fetch_and_nothing_else(
             granted = one.ask([*chain, *hashes(4)[2:]], peer=f"{host}:9500", request="r")
             assert one.read(granted) == [one.content(block) for block in chain]
         assert len(peers.requests._waiting) == 0
-        assert len(peers.channel) == 0
+        assert not peers.channel.lines.all
         assert store.server.store.numbers.value("kvstore_refused", "internal") == 0
         assert peers.channel.counts["undialled"] >= 3

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
-from kvstore.handover import jobs, moves, peers, producer, side_channel, transfers
+from kvstore.handover import jobs, links, moves, producer, side_channel, transfers
 from kvstore.handover.side_channel import Channel
 from kvstore.handover.transfers import PeerAgents
 from kvstore.logs import LINES_MAX
@@ -165,7 +165,7 @@ def test_who_says_nothing_for_long_is_forgotten(place: Place) -> None:
     assert len(own._peers) == 1
     place.turns(2, ms=2000)
     assert not own._peers
-    assert not place.prefill.wire.came
+    assert not place.prefill.wire.lines.came()
 
 
 def test_one_more_connection_takes_the_place_of_the_one_silent_longest(
@@ -192,7 +192,7 @@ def test_peers_that_are_asked_are_limited_and_the_one_unused_longest_makes_room(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Addresses come with requests: whoever may send one may name any."""
-    monkeypatch.setattr(peers, "LINKS_MAX", 3)
+    monkeypatch.setattr(links, "LINKS_MAX", 3)
     own = place.decode.peers
     for number in range(4):
         place.net.places[f"p{number}:1"] = lambda _end: (0, lambda _: None)
@@ -200,24 +200,28 @@ def test_peers_that_are_asked_are_limited_and_the_one_unused_longest_makes_room(
         place.ask(f"p{number}:1")
         place.turns(1)
     place.ask("p3:1")
-    assert {link.address for link in own._links.values()} == {"p0:1", "p1:1", "p2:1"}, "all busy"
-    place.turns(12, ms=100)
+    assert {link.address for link in own.links.all.values()} == {"p0:1", "p1:1", "p2:1"}, "all busy"
+    place.turns(45, ms=100)
     place.ask("p3:1")
-    assert {link.address for link in own._links.values()} == {"p1:1", "p2:1", "p3:1"}
+    assert {link.address for link in own.links.all.values()} == {"p1:1", "p2:1", "p3:1"}
     place.good.hand_over(hashes(3, "after it"), push=False)
 
 
 def test_S2_what_names_many_peers_at_once_dials_a_few(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "LINKS_MAX", 3)
+    monkeypatch.setattr(links, "LINKS_MAX", 3)
     place.turns(1)
     unwanted = [p.Unwanted(f"p{number}:1", f"r{number}") for number in range(50)]
     for each in unwanted:
         place.net.places[each.peer] = lambda _end: (0, lambda _: None)
     place.good.victim.step(unwanted=tuple(unwanted))
     place.turns(1)
-    assert [link.address for link in place.decode.peers._links.values()] == ["p0:1", "p1:1", "p2:1"]
+    assert [link.address for link in place.decode.peers.links.all.values()] == [
+        "p0:1",
+        "p1:1",
+        "p2:1",
+    ]
     assert place.decode.peers.channel.counts["undialled"] == 47
     assert "'p3:1' is one more than 3 peers that are in use" in caplog.text
     assert caplog.text.count("one more than") <= LINES_MAX
@@ -232,18 +236,18 @@ def test_P4_what_a_peer_was_never_sent_does_not_wait_for_it(
     for _ in range(5):
         place.ask(address)
         place.turns(1)
-    (link,) = place.decode.peers._links.values()
+    (link,) = place.decode.peers.links.all.values()
     assert len(link.waiting) == 5
     place.turns(60, ms=1000)
     assert not any(inlet.open for inlet in place.decode.peers._inlets.values())
-    assert link.waiting == []
+    assert not link.waiting
 
 
 def test_a_connection_that_is_not_used_is_closed(place: Place) -> None:
     place.good.hand_over(hashes(2), push=False)
-    assert len(place.decode.peers._links) == 1
+    assert len(place.decode.peers.links.all) == 1
     place.turns(2, ms=200_000)
-    assert not place.decode.peers._links
+    assert not place.decode.peers.links.all
     place.good.hand_over(hashes(2, "again"), push=False)
 
 
@@ -260,7 +264,7 @@ def test_without_descriptors_for_one_more_connection_its_peer_is_lost(
     number = made.connect("127.0.0.1:9")
     made.send(number, m.Settle(1, 0))
     made.poll(1)
-    assert lost == [(number, "'127.0.0.1:9': Too many open files")]
+    assert lost == [(number, "connection: Too many open files")]
     made.close()
 
 
@@ -387,6 +391,33 @@ def test_regions_that_peers_name_are_limited(place: Place, monkeypatch: pytest.M
 def test_what_would_be_kept_and_is_large_is_no_message(message: framing.Message) -> None:
     with pytest.raises(ProtocolError, match="length <= "):
         m.decode_for_producer(m.encode(message))
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (m.Hello(1, "\u00e9" * 300, {}), "found 300, expected `str` of length <= 256"),
+        (m.Land(1, b"", bytes((8 << 20) + 4)), "found 8388612, expected `bytes` of length <= 83"),
+        (m.Want(1, b"", 1, (b"", TOO_MANY)), "found 262148, expected `bytes` of length <= 262144"),
+        (m.Want(1, b"", 1, (b"",) * 65), "found 65, expected `array` of length <= 64"),
+        (m.Hello(1, "n", {f"{n}": "" for n in range(70)}), "found 70, expected `object` of len"),
+    ],
+)
+def test_a_limit_that_is_not_met_is_named_with_what_was_found(
+    message: framing.Message, text: str
+) -> None:
+    with pytest.raises(ProtocolError, match=f"^not a message of side channel {m.VERSION}: {text}"):
+        m.decode_for_producer(m.encode(message))
+    engine = framing.Decoder(p.ToStore)
+    with pytest.raises(ProtocolError, match="found 99, expected `int` <= 64"):
+        list(engine.feed(framing.encode(p.Step((p.Lookup(1, b"", 99),)))))
+
+
+def test_S2_what_was_found_is_not_searched_for_in_a_message_of_many_fields() -> None:
+    """Fields that nothing names are skipped, and would be objects each."""
+    fields = ["Keep", "n" * 300, "r", 1, *range(1 << 17)]
+    with pytest.raises(ProtocolError, match=": Expected `str` of length <= 256"):
+        m.decode_for_producer(msgspec.msgpack.encode(fields))
 
 
 @pytest.mark.parametrize("width", [-1, 0, 65, 1 << 20])

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
 from kvstore.core.errors import ConfigError
 from kvstore.handover import side_channel
@@ -61,6 +62,29 @@ def test_two_peers_are_two_numbers(made: Callable[..., Post]) -> None:
         m.Settled(0, end="x"),
         m.Settled(1, end="x"),
     ]
+
+
+@pytest.mark.parametrize("key", [None, ClusterKey(b"k" * 32)])
+def test_two_stores_that_dial_each_other_at_once_have_a_connection_each(
+    made: Callable[..., Post], key: ClusterKey | None
+) -> None:
+    """Each end decodes what its side of a connection may say; the other's would be no message."""
+    posts = made(key, listens=True), made(key, listens=True)
+    numbers = [
+        post.channel.connect(other.channel.address)
+        for post, other in zip(posts, reversed(posts), strict=True)
+    ]
+    for job, (post, number) in enumerate(zip(posts, numbers, strict=True)):
+        post.channel.send(number, m.Settle(job, 0))
+    until(lambda: all(post.got for post in posts), *posts)
+    for post in posts:
+        post.channel.send(post.got[0][0], m.Starting())
+    until(lambda: all(len(post.got) == 2 for post in posts), *posts)
+    for job, (post, number) in enumerate(zip(posts, numbers, strict=True)):
+        assert [message for _, message in post.got] == [m.Settle(1 - job, 0), m.Starting()]
+        assert post.got[1][0] == number != post.got[0][0]
+        assert not post.lost
+        assert not post.channel.counts
 
 
 @pytest.mark.parametrize("theirs", [None, ClusterKey(b"x" * 32)])
@@ -169,7 +193,7 @@ def test_what_is_no_frame_ends_its_connection(made: Callable[..., Post]) -> None
     with connected(server) as rough:
         rough.sendall(b"\xff\xff\xff\x7f")
         until(lambda: server.channel.counts["malformed"], server)
-        until(lambda: not server.channel.came, server)
+        until(lambda: not server.channel.lines.came(), server)
 
 
 def test_a_peer_that_ends_is_lost_at_once_and_can_be_asked_again(made: Callable[..., Post]) -> None:
@@ -206,7 +230,7 @@ def test_B2_who_says_too_much_in_a_second_is_hung_up_on_and_may_come_back(
     number = client.channel.connect(server.channel.address)
     client.channel.send(number, m.Settle(1, 0))
     until(lambda: server.got, server, client)
-    line = server.channel._lines[server.got[0][0]]
+    line = server.channel.lines.all[server.got[0][0]]
     line.heard_s, line.messages = 5, 9_999
     for job in (2, 3, 4):
         client.channel.send(number, m.Settle(job, 0))
@@ -230,6 +254,9 @@ def test_a_key_file_is_private_and_whole(tmp_path: Path) -> None:
     assert ClusterKey.read(path)._pem() != ClusterKey(b"k" * 32)._pem()
     with pytest.raises(ConfigError, match="File exists"):
         ClusterKey.make(path)
+    certificate = x509.load_pem_x509_certificate(ClusterKey.read(path)._pem()[1])
+    assert certificate.not_valid_before_utc.timestamp() == 0, "a clock that was never set"
+    assert certificate.not_valid_after_utc.year == 9999
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="mode 644, expected 600"):
         ClusterKey.read(path)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import pytest
 
 from kvstore.core.errors import ConfigError
-from kvstore.handover import loopback, side_channel
+from kvstore.handover import loopback, name_lookups, side_channel
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.line import Line
 from kvstore.handover.side_channel import Channel
@@ -131,12 +131,12 @@ def test_S2_what_peers_leave_unfinished_is_bounded_in_sum(
             return server.channel.counts["too_many"] > 0
 
         until(hung_up, server, friend)
-        assert server.channel._unfinished <= 2 << 20
+        assert server.channel.lines.unfinished <= 2 << 20
     friend.channel.send(number, m.Settle(1, 0))
     until(lambda: server.got, server, friend)
     assert not server.channel.counts["malformed"], "none of them got to the end of its message"
-    until(lambda: server.channel.came == 1, server, friend)
-    assert server.channel._unfinished == 0
+    until(lambda: len(server.channel.lines.came()) == 1, server, friend)
+    assert server.channel.lines.unfinished == 0
 
 
 def test_S2_what_peers_do_not_read_is_bounded_in_sum(
@@ -151,14 +151,16 @@ def test_S2_what_peers_do_not_read_is_bounded_in_sum(
         deaf.sendall(framing.encode(m.Settle(2, 0)))
         until(lambda: len(server.got) == 2, server, friend)
         large = m.Welcome("agent", bytes(1 << 19))
-        while not server.channel.counts["too_many"]:
+        for _ in range(100):
+            if server.channel.counts["too_many"]:
+                break
             server.channel.send(server.got[1][0], large)
             server.channel.send(server.got[0][0], m.Settled(1, computing=True))
             server.channel.poll(time.monotonic_ns())
             friend.channel.poll(time.monotonic_ns())
     assert [number for number, _ in server.lost] == [server.got[1][0]]
     until(lambda: friend.got, server, friend)
-    until(lambda: not server.channel._unread, server, friend)
+    until(lambda: not server.channel.lines.unread, server, friend)
 
 
 def test_S2_connections_that_prove_nothing_are_few_and_keep_nobody_out(
@@ -171,12 +173,13 @@ def test_S2_connections_that_prove_nothing_are_few_and_keep_nobody_out(
         for _ in range(10):
             stack.enter_context(connected(server))
         until(lambda: server.channel.counts["unauthorised"] >= 7, server)
-        assert len(server.channel) <= 3
+        assert len(server.channel.lines.all) <= 3
         number = friend.channel.connect(server.channel.address)
         friend.channel.send(number, m.Settle(1, 0))
         until(lambda: server.got, server, friend)
-        server.channel._young = dict.fromkeys(server.channel._young, 0)
-        until(lambda: len(server.channel) == 1, server, friend)
+        for line in server.channel.lines.young.values():
+            line.due_ns = 0
+        until(lambda: len(server.channel.lines.all) == 1, server, friend)
         assert not server.lost
 
 
@@ -219,7 +222,7 @@ def test_S2_a_connection_that_is_reset_as_it_is_greeted_leaves_nothing(
             patch.setattr(Line, "check_connected", reset)
             client.channel.connect(f"127.0.0.1:{listener.getsockname()[1]}")
             until(lambda: client.lost, client)
-    assert not client.channel._by_fd
+    assert not client.channel.lines._by_fd
     number = client.channel.connect(server.channel.address)
     client.channel.send(number, m.Settle(1, 0))
     until(lambda: server.got, server, client)
@@ -237,6 +240,76 @@ def test_B9_what_a_peer_said_before_it_closed_is_heard(made: Callable[..., Post]
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
     until(lambda: server.lost, server)
     assert [message for _, message in server.got] == [m.Settle(1, 0), m.Settle(2, 0)]
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["open", "keyed"])
+def test_B9_what_a_peer_said_before_it_was_gone_is_heard_though_we_speak_first(
+    made: Callable[..., Post], key: ClusterKey | None
+) -> None:
+    """The error of our send tells that it is gone, before what it said is read."""
+    server = made(key, listens=True)
+    peers: list[socket.socket] = []
+
+    def connect() -> None:
+        tcp = connected(server)
+        peers.append(tcp if key is None else key.tls(accepts=False).wrap_socket(tcp))
+        peers[0].sendall(framing.encode(m.Settle(1, 0)))
+
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    until(lambda: server.got, server)
+    connecting.join()
+    number = server.got[0][0]
+    peers[0].sendall(framing.encode(m.Settle(2, 0)))
+    peers[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peers[0].close()
+
+    def unsent() -> bool:
+        server.channel.send(number, m.Settled(1, end="x"))
+        return server.channel.counts["unsent"] > 0
+
+    eventually(unsent)
+    assert not server.lost, "nobody is told while something is being sent"
+    until(lambda: server.lost, server)
+    assert [message for _, message in server.got] == [m.Settle(1, 0), m.Settle(2, 0)]
+
+
+@pytest.mark.parametrize("first", ["refuses", "silent", "stranger"])
+def test_a_name_with_several_addresses_is_dialled_at_the_next_one(
+    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Where nothing listens, where TCP ends in a backlog, where somebody has no key."""
+    monkeypatch.setattr(side_channel, "GREETING_NS", 200_000_000)
+    server, client, stranger = made(KEY, listens=True), made(KEY), made(ClusterKey(b"x" * 32))
+    port = int(server.channel.address.rpartition(":")[2])
+    found = [(socket.AF_INET, 0, 0, "", (f"127.0.0.{host}", port)) for host in (2, 1, 2)]
+
+    def look_up(host: str, *_: object, flags: int = 0, **__: object) -> object:
+        assert host == "node.cluster"
+        if flags:
+            raise socket.gaierror
+        return found
+
+    with contextlib.ExitStack() as stack:
+        if first == "silent":
+            stack.enter_context(socket.create_server(("127.0.0.2", port)))
+        if first == "stranger":
+            stranger.channel.listen("127.0.0.2", port)
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        number = client.channel.connect(f"node.cluster:{port}")
+        client.channel.send(number, m.Settle(1, 0))
+        until(lambda: server.got, server, client, stranger)
+        assert not client.lost
+        assert not stranger.got
+        assert len(client.channel.lines._by_fd) == len(client.channel.lines.all) == 1
+        server.channel.close()
+        until(lambda: client.lost, client)
+        assert client.lost == [(number, "connection: disconnected")], "it is not dialled again"
+        again = client.channel.connect(f"node.cluster:{port}")
+        until(lambda: len(client.lost) == 2, client, stranger)
+        assert client.lost[1][0] == again, "none of them is left"
+        assert not client.channel.lines._by_fd
+    server.channel = Post().channel
 
 
 def test_S2_much_of_one_peer_is_read_a_little_at_a_time(
@@ -260,17 +333,17 @@ def test_S3_without_a_key_only_loopback_is_dialled() -> None:
     lost: list[tuple[int, str]] = []
     channel = Channel(None, lambda *_: None, lambda *how: lost.append(how))
     for address in ("192.0.2.2:9", "example.com:9", "[2001:db8::1]:9", "127.0.0.1.nip.io:9"):
-        assert "is not a loopback address and no cluster key" in channel.may_dial(address)
+        assert "is not a loopback address and no cluster key" in channel.refusal(address)
         number = channel.connect(address)
         channel.poll(1)
         assert [found for found, _ in lost] == [number]
-        assert not len(channel), "nothing was begun"
+        assert not channel.lines.all, "nothing was begun"
         lost.clear()
     for address in ("127.0.0.1:9", "127.9.9.9:9", "[::1]:9", "localhost:9"):
-        assert not channel.may_dial(address)
+        assert not channel.refusal(address)
     channel.close()
     keyed = Channel(KEY, lambda *_: None, lambda *_: None)
-    assert not keyed.may_dial("192.0.2.2:9")
+    assert not keyed.refusal("192.0.2.2:9")
     keyed.close()
 
 
@@ -384,6 +457,9 @@ def test_S2_what_is_no_address_is_refused_before_it_is_used() -> None:
     for address in (*wrong, *NO_NAMES):
         with pytest.raises(ConfigError, match=r"is no host:port|has no port"):
             loopback.host_and_port(address)
+    for port in ("00000165536", f"000001{'9' * 200}", f"1{'0' * 5000}"):  # cut off, 0 or 22 say
+        with pytest.raises(ConfigError, match="has no port of 1 to 65535"):
+            loopback.host_and_port(f"127.0.0.1:{port}")
     assert loopback.host_and_port("[::1]:5") == ("::1", 5)
     for host in ("node.cluster", "node.cluster.", "a" * 63 + ".x", "n\u00f6de"):
         assert loopback.host_and_port(f"{host}:5") == (host, 5)
@@ -400,16 +476,16 @@ def test_S2_a_host_that_no_resolver_takes_is_lost_and_leaves_nothing(address: st
             channel.poll(1)
             assert lost.pop()[0] == number
             counts.append(len(list(Path("/proc/self/fd").iterdir())))
-        assert "is no host:port" in channel.may_dial(address)
-        assert not len(channel)
+        assert "is no host:port" in channel.refusal(address)
+        assert not channel.lines.all
         eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= counts[0])
 
 
 @pytest.mark.parametrize(
     "broken",
     [
-        "kvstore.handover.side_channel.socket.getaddrinfo",
-        "kvstore.handover.side_channel.threading.Thread",
+        "kvstore.handover.name_lookups.socket.getaddrinfo",
+        "kvstore.handover.name_lookups.threading.Thread",
     ],
 )
 def test_S2_a_name_that_cannot_be_looked_up_is_lost_and_leaves_nothing(
@@ -424,14 +500,14 @@ def test_S2_a_name_that_cannot_be_looked_up_is_lost_and_leaves_nothing(
 
     monkeypatch.setattr(broken, fails)
     with closing(Channel(KEY, lambda *_: None, lambda *how: lost.append(how))) as channel:
-        for _ in range(side_channel.LOOKUPS_MAX + 1):
+        for _ in range(name_lookups.LOOKUPS_MAX + 1):
             number = channel.connect("node.cluster:9")
             channel.poll(1)
             found, why = lost.pop()
             assert found == number
             assert "can't" in why
-        assert not len(channel)
-        assert channel._lookups == 0
+        assert not channel.lines.all
+        assert channel._names._open == 0
 
 
 def test_S3_a_name_of_another_address_is_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_a_turn_asks_nothing_of_an_exporter_or_a_disk_that_has_nothing_to_say(
     with engine(store, page_bytes=PAGE) as live:
         peers = store.server._peers
         assert peers is not None
-        inside(store, peers._wake)
+        inside(store, peers._mover.exporter.wake)
         exporter = exporter_of(store)
         eventually(lambda: exporter._state == "up" and live.active)
         disk = cast(NvmeDisk, store.server._disk)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,14 +16,12 @@ from kvstore.core.errors import TierIOError
 from kvstore.core.types import JobId, JobResult, TransferJob
 from kvstore.handover.fetches import Fetch
 from kvstore.handover.jobs import Source
+from kvstore.handover.links import Links
 from kvstore.handover.moves import CHECKED, CLAIMED, LANDED, MOVING
 from kvstore.handover.runs import Part, Run, at, joined, runs_of
 from kvstore.handover.transfers import Landing, SlotMove, Slots, Transfers, batch_blocks
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, u32
-
-if TYPE_CHECKING:
-    from kvstore.handover.peers import Peers
 
 
 class LandingTurns:
@@ -96,7 +93,7 @@ class LandingTurns:
 class Arrivals:
     """Blocks on their way into slots of one namespace, and the loads that wait for them."""
 
-    def __init__(self, peers: Peers, source: Source, transfers: Transfers) -> None:
+    def __init__(self, peers: Links, source: Source, transfers: Transfers) -> None:
         """source: the namespace."""
         self._peers = peers
         self._source = source

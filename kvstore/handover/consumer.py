@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,17 +18,15 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.types import BlockKey, Chain, JobResult, LookupResult, TransferJob
 from kvstore.handover.arrivals import Arrivals
 from kvstore.handover.direct_fetches import DirectFetch, Send
-from kvstore.handover.fetches import LEASE_MS, OPEN, UNCLAIMED, Fetch
+from kvstore.handover.fetches import LEASE_MS, OPEN, UNCLAIMED, Fetch, Fetched
 from kvstore.handover.jobs import Source
+from kvstore.handover.links import Links
 from kvstore.handover.moves import CLAIMED, MOVING, OFFERED, WANTED
 from kvstore.handover.runs import Part, runs_of
 from kvstore.handover.transfers import Regions, Transfers
 from kvstore.wire import engine as p
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, Message
-
-if TYPE_CHECKING:
-    from kvstore.handover.peers import Peers
 
 ANSWER_NS = 1_000_000_000
 STALL_NS = 10_000_000_000
@@ -52,10 +50,11 @@ class Consumer:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: Links,
         source: Source,
         transfers: Transfers,
         send: Send,
+        fetched: Fetched,
         waits: Waits = WAITS,
     ) -> None:
         """source: the namespace. send(connection, message, None): to a worker of its engines."""
@@ -74,7 +73,8 @@ class Consumer:
         self._regions = Regions()
         self._next = 1
         self._now_ns = 0
-        self.counts, self.fetched = peers.fetched.events, peers.fetched.blocks
+        self._fetched = fetched
+        self.counts, self.fetched = fetched.events, fetched.blocks
 
     # What is asked of peers
 
@@ -99,7 +99,7 @@ class Consumer:
             push=want.push,
             direct=direct,
             say=partial(self._peers.say, peer),
-            fetched=self._peers.fetched,
+            fetched=self._fetched,
             located=self._located,
             into=None if direct else self.arrivals,
             heard_ns=now_ns,
@@ -192,7 +192,7 @@ class Consumer:
     ) -> None:
         """A worker has read, or could not, or can be written to. Raises ProtocolError."""
         if isinstance(message, p.Arrived):
-            self._peers.fetched.direct_bytes += message.copied_bytes
+            self._fetched.direct_bytes += message.copied_bytes
         direct, fetch = self._direct.get(message.fetch), self._fetches.get(message.fetch)
         if direct is None:
             return
@@ -284,11 +284,6 @@ class Consumer:
     def in_use(self) -> bool:
         """Tell whether a fetch is open, or a landing slot is not free."""
         return bool(self._fetches or self.arrivals.quarantined or self.arrivals.landing.used)
-
-    @property
-    def asked(self) -> set[int]:
-        """The peers of open fetches."""
-        return {fetch.connection for fetch in self._fetches.values()}
 
     # Time, and ends of transfers
 

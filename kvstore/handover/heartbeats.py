@@ -14,9 +14,10 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.types import Chain
 from kvstore.handover.fetches import LEASE_MS
 from kvstore.handover.jobs import Source
+from kvstore.handover.links import Links
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.wire import peer as m
-from kvstore.wire.engine import HandedOver, Step, Unwanted
+from kvstore.wire.engine import HandedOver, Step
 from kvstore.wire.framing import Message
 
 WAITING_MAX = 1 << 16
@@ -36,42 +37,39 @@ class Waiting:
     def __init__(self, period_ns: int) -> None:
         """period_ns: between two heartbeats."""
         self._period_ns = period_ns
-        self._due_ns: dict[Held, int] = {}  # in the order of time
-        self._session: dict[Held, int] = {}
+        self._held: dict[Held, tuple[int, int]] = {}  # first due first: when, and its session
 
     def __len__(self) -> int:
         """Count the requests."""
-        return len(self._due_ns)
+        return len(self._held)
 
     def may_begin(self, held: Held) -> bool:
         """Tell whether a request is new, and there are not too many already."""
-        return held not in self._session and len(self._session) < WAITING_MAX
+        return held not in self._held and len(self._held) < WAITING_MAX
 
     def begin(self, held: Held, session: int, now_ns: int) -> None:
         """Take note of a request that may begin, now."""
-        self._due_ns[held] = now_ns + self._period_ns
-        self._session[held] = session
+        self._held[held] = now_ns + self._period_ns, session
 
     def end(self, held: Held) -> None:
         """It wants nothing more; unknown ones are ignored."""
-        self._due_ns.pop(held, None)
-        self._session.pop(held, None)
+        self._held.pop(held, None)
 
     def end_of(self, session: int) -> None:
         """An engine is gone, and all of its requests with it."""
-        for held in [held for held, owner in self._session.items() if owner == session]:
+        for held in [held for held, (_, owner) in self._held.items() if owner == session]:
             self.end(held)
 
     def due(self, now_ns: int) -> list[Held]:
         """Return those whose heartbeat is due."""
         found = []
-        for held, due_ns in self._due_ns.items():
+        for held, (due_ns, _) in self._held.items():
             if due_ns > now_ns:
                 break
             found.append(held)
         for held in found:  # behind the others
-            del self._due_ns[held]
-            self._due_ns[held] = now_ns + self._period_ns
+            _, session = self._held.pop(held)
+            self.begin(held, session, now_ns)
         return found
 
 
@@ -80,41 +78,36 @@ class Requests:
 
     def __init__(
         self,
-        hands: RequestLeases,
+        leases: RequestLeases,
         wake: Callable[[], None],
-        withdraw: Callable[[Source, str], None],
-        tell: Callable[[Held, Message], bool],
-        may_dial: Callable[[str], bool],
+        links: Links,
+        refusal: Callable[[str], str],
     ) -> None:
-        """hands: the former. wake(): others may ask soon.
+        """leases: of the former. wake(): others may ask soon.
 
-        withdraw(namespace, request): fetch no more for it.
-        tell(held, message): say something to the store that holds it; False if it cannot be said.
-        may_dial(address): whether it ever can be.
+        links: to the stores that hold the latter. refusal(address): why one cannot be asked, ever.
         """
         self.counts: Counter[str] = Counter()
-        self._leases = hands
+        self._leases = leases
         self._wake = wake
-        self._withdraw = withdraw
-        self._tell = tell
-        self._may_dial = may_dial
+        self._links = links
+        self._refusal = refusal
         self._waiting = Waiting(LEASE_MS * 1_000_000 // 3)
 
     def on_step(self, namespace: Source, session: int, step: Step, now_ns: int) -> None:
         """Take note of what an engine says. Raises ProtocolError."""
         for handed_over in step.handed_over:
             self._hand(namespace, session, handed_over, now_ns)
+        digest = namespace.layout.digest
         for lookup in step.lookups:
             if lookup.peer and lookup.request:
-                self._wait(
-                    Held(lookup.peer, namespace.layout.digest, lookup.request), session, now_ns
-                )
+                self._wait(Held(lookup.peer, digest, lookup.request), session, now_ns)
         for gone in step.unwanted:
-            self._let_go(namespace, gone)
+            self._let_go(Held(gone.peer, digest, gone.request))
 
     def _wait(self, held: Held, session: int, now_ns: int) -> None:
         """Tell the store that holds it that a request waits here, now and again and again."""
-        if self._waiting.may_begin(held) and self._may_dial(held.address):
+        if self._waiting.may_begin(held) and not self._refusal(held.address):
             self._beat(held)
             self._waiting.begin(held, session, now_ns)
 
@@ -147,17 +140,16 @@ class Requests:
                 fixed=request.fixed,
             )
 
-    def _let_go(self, namespace: Source, gone: Unwanted) -> None:
-        if not gone.request:
-            raise ProtocolError("Unwanted of a request without a name")
-        held = Held(gone.peer, namespace.layout.digest, gone.request)
+    def _let_go(self, held: Held) -> None:
         self._waiting.end(held)
-        self._withdraw(namespace, held.request)
         self.counts["done"] += self._tell(held, m.Done(held.namespace, held.request))
 
     def _beat(self, held: Held) -> None:
         beat = m.Keep(held.namespace, held.request, LEASE_MS)
         self.counts["heartbeats"] += self._tell(held, beat)
+
+    def _tell(self, held: Held, message: Message) -> bool:
+        return self._links.tell(held.address, held.namespace, message)
 
     def tick(self, now_ns: int) -> None:
         """Send the heartbeats that are due."""

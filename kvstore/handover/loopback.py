@@ -38,9 +38,20 @@ def host_and_port(address: str) -> tuple[str, int]:
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not _is_host(bare) or not port.isascii() or not port.isdigit():
         raise ConfigError(f"{address[:100]!r} is no host:port")
-    if not 0 < int(port[:6]) <= PORT_MAX:
-        raise ConfigError(f"{address[:100]!r} has no port of 1 to 65535")
+    if len(port) > len(str(PORT_MAX)) or not 0 < int(port) <= PORT_MAX:
+        raise ConfigError(f"{address[:100]!r} has no port of 1 to {PORT_MAX}")
     return bare, int(port)
+
+
+def may_dial(address: str, *, open_to_all: bool) -> tuple[str, int]:
+    """Return host and port to connect to; open_to_all: not only on this machine.
+
+    Raises ConfigError for what is none, or may not be connected to.
+    """
+    host, port = host_and_port(address)
+    if not open_to_all and not is_loopback(host):
+        raise ConfigError(f"{address[:100]!r} is not a loopback address and no cluster key")
+    return ("127.0.0.1" if host == "localhost" and not open_to_all else host), port
 
 
 def _is_host(text: str) -> bool:

@@ -153,6 +153,11 @@ class RequestLeases:
             if lease.running:
                 self._end(lease, "gone")
 
+    def clear(self) -> None:
+        """End all: nothing is handed over any more."""
+        for lease in list(self._leases.values()):
+            self._end(lease, "gone")
+
     def _end(self, lease: RequestLease, how: End) -> None:
         del self._leases[lease.manager, lease.request]
         self.held_bytes -= len(lease.pinned) * lease.slot_bytes

@@ -12,24 +12,20 @@ listener goes on.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
-import os
 import resource
-import select
 import socket
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 from kvstore.barrier import Barrier
 from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.handover.cluster_key import ClusterKey
-from kvstore.handover.line import CHUNK_BYTES, Line
-from kvstore.handover.loopback import host_and_port, is_loopback, may_answer, may_ask
+from kvstore.handover.line import CHUNK_BYTES, Line, Lines
+from kvstore.handover.listener import Listener
+from kvstore.handover.loopback import may_answer, may_ask, may_dial
+from kvstore.handover.name_lookups import NameLookups
 from kvstore.logs import RateLog
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, framed
@@ -40,6 +36,7 @@ RATE_MAX = 10_000  # messages of one peer in a second
 READ_NS = 5_000_000  # of one poll: engines wait meanwhile
 READ_BYTES = 4 * CHUNK_BYTES  # of one connection in one poll
 ANSWERS_MAX = 10  # to wrong messages of one peer in a second
+MET_A_BUG = "its messages met a bug of the store"
 LOGGED_MAX = 300  # characters of a wrong message's error
 FORGET_NS = 600_000_000_000  # a peer that has said nothing
 CAME_MAX = 1024  # peers that came; one more takes the place of that which was silent longest
@@ -47,13 +44,8 @@ GREETINGS_MAX = 64  # connections that came and have not proved the key yet
 GREETING_NS = 2_000_000_000  # to connect, and to prove the key
 UNFINISHED_BYTES_MAX = 64 << 20  # of messages of which not all has come, in sum
 UNREAD_BYTES_MAX = 256 << 20  # of what peers do not read, in sum
-LOOKUPS_MAX = 8  # names looked up at one time
 _ACCEPTS = 16  # in one poll
-_RECHECK_NS = 200_000_000  # after there was no descriptor to accept with
 _LISTENER = 0  # as the number of a connection
-
-Addresses = Sequence[tuple[int, int, int, str, Any]]
-"""As getaddrinfo returns them."""
 
 
 class Channel:
@@ -69,7 +61,7 @@ class Channel:
 
         on_message may raise ProtocolError, which is counted and answered with Refused.
 
-        on_lost(number, reason): an asked peer is gone; a new connect() is a new connection.
+        on_lost(number, reason): a peer is gone; a new connect() is a new connection.
         """
         self.counts: Counter[str] = Counter()
         self.address = ""  # host:port, once it listens
@@ -78,164 +70,88 @@ class Channel:
         self._tls = {} if key is None else {came: key.tls(accepts=came) for came in (True, False)}
         self._on_message = on_message
         self._on_lost = on_lost
-        self._epoll = select.epoll()
-        self._listener: socket.socket | None = None
-        self._listening = False
-        self._paused_ns = 0
-        self._lines: dict[int, Line] = {}
-        self._by_fd: dict[int, int] = {}
-        self._asked: dict[int, int] = {}  # of epoll, by descriptor
-        self._young: dict[int, int] = {}  # not open yet; until when they have to be
-        self._ready: set[int] = set()  # more can be read, though epoll may not tell
+        self._listener: Listener | None = None
+        self.lines = Lines()
+        self._names = NameLookups()
+        self._ready: set[int] = set()  # they can go on, though epoll may not tell
         self._last = 0  # the connection that was read last
-        self._doomed: list[tuple[int, str]] = []  # to be lost at the next poll
-        self._next = _LISTENER + 1
-        self._unfinished = self._unread = 0
         self._now_ns = time.monotonic_ns()
-        self._found: deque[tuple[int, Addresses | str]] = deque()  # by lookups of names
-        self._lookups = 0
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._lines_max = max(4, min(2 * CAME_MAX, soft // 2))
         self._said = RateLog(log)
-        self._barrier = Barrier(self._said, self._met_a_bug)
-
-    def __len__(self) -> int:
-        """Count the connections, those that are not open yet included."""
-        return len(self._lines)
+        self._barrier = Barrier(self._said, lambda: self.counts.update(internal=1))
 
     # Listening and dialling
 
     def listen(self, host: str, port: int) -> None:
         """Let others ask. Raises ConfigError for a port in use, or an open host without a key."""
-        what = f"peer listen {host}:{port}"
-        if self._key is None and not is_loopback(host):
-            raise ConfigError(
-                f"{what}: not a loopback address and no cluster key; "
-                "make one with kvstore keygen, or listen on 127.0.0.1"
-            )
+        self._listener = Listener(self.lines.epoll, host, port, open_to_all=self._key is not None)
+        self._listener.watch(self._now_ns, room=True)
+        self.address = self._listener.address
+
+    def refusal(self, address: str) -> str:
+        """Say why an address is not connected to; nothing if it may be."""
         try:
-            family, _, _, _, name = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            if self._key is None and not is_loopback(str(name[0])):
-                raise ConfigError(f"{what}: {host} is {name[0]}, not a loopback address")
-            listener = socket.create_server((name[0], port), family=family, backlog=128)
-        except (OSError, UnicodeError) as exc:
-            found = exc.errno if isinstance(exc, OSError) else None
-            text = os.strerror(found) if found is not None and found > 0 else exc
-            raise ConfigError(f"{what}: {text}") from exc
-        listener.setblocking(False)
-        self._listener = listener
-        at, port = listener.getsockname()[:2]
-        self.address = f"[{at}]:{port}" if family == socket.AF_INET6 else f"{at}:{port}"
-        self._listen_on(time.monotonic_ns())
-
-    def _listen_on(self, now_ns: int) -> None:
-        """Watch the listener while there is room."""
-        if self._listener is None:
-            return
-        room = len(self._lines) < self._lines_max and now_ns >= self._paused_ns
-        if room is not self._listening:
-            self._listening = room
-            change = self._epoll.register if room else self._epoll.unregister
-            change(self._listener)
-
-    def _came_young(self) -> list[int]:
-        return [number for number in self._young if self._lines[number].came]
-
-    def may_dial(self, address: str) -> str:
-        """Say why an address must not be connected to; nothing if it may be."""
-        try:
-            self._place(address)
+            may_dial(address, open_to_all=self._key is not None)
         except ConfigError as exc:
             return str(exc)
         return ""
 
-    def _place(self, address: str) -> tuple[str, int]:
-        """Return host and port. Raises ConfigError for what is none, or may not be dialled."""
-        host, port = host_and_port(address)
-        if self._key is None and not is_loopback(host):
-            raise ConfigError(f"{address[:100]!r} is not a loopback address and no cluster key")
-        return ("127.0.0.1" if host == "localhost" and self._key is None else host), port
-
     def connect(self, address: str) -> int:
         """Begin to connect to a peer; return its number."""
-        line = self._add(came=False)
+        line = self.lines.add(time.monotonic_ns() + GREETING_NS, came=False)
         try:
-            self._resolve(line, *self._place(address))
+            host, port = may_dial(address, open_to_all=self._key is not None)
+            line.addresses.extend(self._names.find(line.number, host, port))
         except (ConfigError, OSError, ValueError, RuntimeError) as exc:
-            reason = (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
-            self._doomed.append((line.number, f"{address[:100]!r}: {reason}"))
+            self._fail(line, (exc.strerror if isinstance(exc, OSError) else None) or str(exc))
+        if line.addresses:
+            self._dial(line)
         return line.number
 
-    def _add(self, *, came: bool) -> Line:
-        line = self._lines[self._next] = Line(self._next, came=came)
-        self._young[self._next] = time.monotonic_ns() + GREETING_NS
-        self._next += 1
-        return line
-
-    def _resolve(self, line: Line, host: str, port: int) -> None:
-        """Find what a host is; only a name takes time. Raises OSError, ValueError, RuntimeError."""
-        try:
-            found = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-            )
-        except socket.gaierror:
-            if self._lookups >= LOOKUPS_MAX:
-                raise RuntimeError("too many names are being looked up") from None
-            arguments = (line.number, host, port)
-            threading.Thread(
-                target=self._look_up, args=arguments, name="kvstore-name", daemon=True
-            ).start()
-            self._lookups += 1
-        else:
-            self._dial(line, found)
-
-    def _look_up(self, number: int, host: str, port: int) -> None:
-        """Run as a thread."""
-        try:
-            found: Addresses | str = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, ValueError) as exc:
-            found = f"name: {exc}"
-        self._found.append((number, found))
-
     def _take_found(self) -> None:
-        while self._found:
-            number, found = self._found.popleft()
-            self._lookups -= 1
-            line = self._lines.get(number)
+        for number, found in self._names.take():
+            line = self.lines.all.get(number)
             if line is None:
                 continue
             if isinstance(found, str):
-                self._lose(number, found)
+                self._fail(line, found)
                 continue
+            line.addresses.extend(found)
+            self._dial(line)
+
+    def _dial(self, line: Line, why: str = "no address") -> None:
+        """Connect to a line's next address; why: what came of the one before."""
+        while line.addresses:
+            line.due_ns = time.monotonic_ns() + GREETING_NS // len(line.addresses)
+            self.lines.hang_up(line)
             try:
-                self._dial(line, found)
+                line.dial()
+                self.lines.update(line)
             except OSError as exc:
-                self._lose(number, f"connection: {exc.strerror}")
+                why = exc.strerror or str(exc)
+            else:
+                return
+        self._fail(line, why)
 
-    def _dial(self, line: Line, found: Addresses) -> None:
-        """Connect to the first of some addresses. Raises OSError."""
-        family, _, _, _, name = found[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        line.use(sock)
-        error = sock.connect_ex(name)
-        if error not in {0, errno.EINPROGRESS}:
-            raise OSError(error, os.strerror(error).lower())
-        self._watch(line)
+    def _fail(self, line: Line, why: str) -> None:
+        """Have poll() say that a connection could not be made."""
+        line.failed = why
+        self._ready.add(line.number)
 
-    def _accept(self, now_ns: int) -> None:
+    def _accept(self, listener: Listener, now_ns: int) -> None:
         until_ns = time.monotonic_ns() + READ_NS
         for _ in range(_ACCEPTS):
-            self._listen_on(now_ns)
-            if self._listener is None or not self._listening or time.monotonic_ns() > until_ns:
+            room = len(self.lines.all) < self._lines_max
+            if not listener.watch(now_ns, room=room) or time.monotonic_ns() > until_ns:
                 return
             try:
-                tcp, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
+                tcp = listener.accept(now_ns)
             except OSError as exc:
-                self._paused_ns = now_ns + _RECHECK_NS
                 self._trouble("too_many", f"accept: {exc.strerror}")
                 continue
+            if tcp is None:
+                return
             try:
                 self._came(tcp)
             except OSError:  # it is gone
@@ -248,16 +164,16 @@ class Channel:
             self._trouble("unauthorised", text)
             tcp.close()
             return
-        young = self._came_young()
+        young = [line for line in self.lines.young.values() if line.came]
         if len(young) >= GREETINGS_MAX:
-            self._ended(self._lines[young[0]], "others came")
-        line = self._add(came=True)
+            self._ended(young[0], "others came")
+        line = self.lines.add(time.monotonic_ns() + GREETING_NS, came=True)
         try:
             line.use(tcp)
             self._greet(line)
-            self._watch(line)
+            self.lines.update(line)
         except OSError:
-            self._lose(line.number, "connection: gone")
+            self._lose(line, "connection: gone")
             raise
 
     def _trouble(self, kind: str, text: str) -> None:
@@ -276,93 +192,77 @@ class Channel:
 
     def _opened(self, line: Line) -> None:
         """Both ends may speak."""
-        del self._young[line.number]
+        del self.lines.young[line.number]
         line.heard_s = self._now_ns // 1_000_000_000
-        came = [other for other in self._lines.values() if other.came and other.stage == "open"]
-        if line.came and len(came) > min(CAME_MAX, self._lines_max // 2):
+        came = self.lines.came() if line.came else []
+        if len(came) > min(CAME_MAX, self._lines_max // 2):
             silent = min((other for other in came if other is not line), key=lambda o: o.heard_s)
-            self._lose(silent.number, "others came")
-        self._flush(line)
+            self._lose(silent, "others came")
+        line.flush()
 
     def _advance(self, line: Line) -> bool:
         """Go on until a connection is open; True once it is. Raises OSError."""
+        if line.failed:
+            raise OSError(0, line.failed)
         if line.stage == "connecting":
             sock = line.check_connected()
             if self._key is None and not may_answer(sock):
                 text = "another user's process listens there, and there is no cluster key"
                 raise OSError(0, text)
-            self._young[line.number] = time.monotonic_ns() + GREETING_NS
+            line.due_ns = time.monotonic_ns() + GREETING_NS
             self._greet(line)
         if line.stage == "greeting" and line.agree():
             self._opened(line)
         return line.stage == "open"
 
-    def _watch(self, line: Line) -> None:
-        """Have epoll tell what is waited for."""
-        if line.sock is None or line.number not in self._lines:
-            return
-        fd, events = line.sock.fileno(), line.events
-        if fd not in self._asked:
-            self._epoll.register(fd, events)
-            self._by_fd[fd] = line.number
-        elif self._asked[fd] != events:
-            self._epoll.modify(fd, events)
-        self._asked[fd] = events
-
     # Turns
 
     def fds(self) -> Iterator[int]:
         """Go through the descriptors that become readable when poll() has something to do."""
-        yield self._epoll.fileno()
+        yield self.lines.epoll.fileno()
 
     @property
     def waiting(self) -> bool:
         """Tell whether poll() has something to do that no descriptor tells."""
-        return bool(self._doomed or self._ready or self._found)
+        return bool(self._ready) or self._names.waiting
 
     def send(self, number: int, message: Message) -> None:
         """Send, or drop for a peer that is gone: poll() says that it is lost.
 
         Nobody is told in here: whoever sends may be going through what would change.
         """
-        line = self._lines.get(number)
+        line = self.lines.all.get(number)
         if line is None:
             return
-        data = framed(m.encode(message))
-        line.send(data)
-        self._unread += len(data)
-        try:
-            self._flush(line)
-            self._watch(line)
-        except OSError as exc:
-            self.counts["unsent"] += 1
-            self._doomed.append((number, exc.strerror or "send failed"))
-
-    def _flush(self, line: Line) -> None:
-        """Send what a peer takes now. Raises OSError."""
-        before = line.unread
+        line.send(framed(m.encode(message)))
         try:
             line.flush()
-        finally:
-            self._unread += line.unread - before
+        except OSError:  # poll() meets it again, once it has read what the peer said before
+            self.counts["unsent"] += 1
+            self._ready.add(number)
+        self.lines.update(line)
+
+    def _flush(self, line: Line) -> None:
+        """Send what a peer takes. Raises OSError, unless there is more to read of what it said."""
+        try:
+            line.flush()
+        except OSError:
+            if line.number not in self._ready:
+                raise
 
     def poll(self, now_ns: int) -> None:
         """Hand over what has arrived, and say who is gone."""
         self._now_ns = now_ns
-        doomed, self._doomed = self._doomed, []
-        for number, reason in doomed:
-            self._lose(number, reason)
-        ready, self._ready = self._ready, set()
-        for fd, _ in self._epoll.poll(0):
-            ready.add(self._by_fd.get(fd, _LISTENER))
-        if _LISTENER in ready or (not self._listening and self._listener is not None):
-            self._accept(now_ns)
-        ready.discard(_LISTENER)
         self._take_found()
+        ready, self._ready = self._ready | self.lines.ready(), set()
+        listener = self._listener
+        if listener is not None and (_LISTENER in ready or not listener.watched):
+            self._accept(listener, now_ns)
+        ready.discard(_LISTENER)
         self._serve(ready, now_ns)
         late_ns = time.monotonic_ns()
-        for number in [number for number, due_ns in self._young.items() if late_ns >= due_ns]:
-            self._ended(self._lines[number], "timed out")
+        for line in [line for line in self.lines.young.values() if late_ns >= line.due_ns]:
+            self._ended(line, "timed out")
         self._keep_bounds()
         self._said.tick()
 
@@ -373,7 +273,7 @@ class Channel:
             if time.monotonic_ns() > until_ns:
                 self._ready.add(number)
                 continue
-            line = self._lines.get(number)
+            line = self.lines.all.get(number)
             if line is None:
                 continue
             self._last = number
@@ -382,9 +282,9 @@ class Channel:
                     self._read(line, now_ns, until_ns)  # first: what it said before it closed
                     self._flush(line)
             except OSError as exc:
-                self._ended(line, (exc.strerror or str(exc) or "disconnected").lower())
+                self._ended(line, exc.strerror or str(exc) or "disconnected")
             else:
-                self._watch(line)
+                self.lines.update(line)
 
     def _read(self, line: Line, now_ns: int, until_ns: int) -> None:
         """Take some of what a peer says. Raises OSError."""
@@ -396,16 +296,14 @@ class Channel:
                 for body in line.frames.feed(data):
                     decode = m.decode_for_producer if line.came else m.decode_for_consumer
                     self._take(line, body, decode, now_ns)
-                    if number not in self._lines:
+                    if number not in self.lines.all:
                         return
                     if time.monotonic_ns() > until_ns:
                         break
             except ProtocolError as exc:  # where its next message begins is not known
                 self._wrong(line, str(exc))
-                self._lose(number, "connection: it sends no messages")
+                self._lose(line, "connection: it sends no messages")
                 return
-            self._unfinished += line.frames.unfinished_bytes - line.unfinished
-            line.unfinished = line.frames.unfinished_bytes
             if read >= READ_BYTES or time.monotonic_ns() > until_ns:
                 self._ready.add(number)
                 return
@@ -429,10 +327,10 @@ class Channel:
                 line.number,
                 RATE_MAX,
             )
-            self._lose(line.number, "it sent too many messages")
+            self._lose(line, "it sent too many messages")
             return
         with self._barrier.around(
-            f"a message of peer {line.number}", lambda: self.give_up(line.number)
+            f"a message of peer {line.number}", lambda: self.drop(line.number, MET_A_BUG)
         ):
             try:
                 self._on_message(line.number, decode(body))
@@ -448,72 +346,56 @@ class Channel:
             self.send(line.number, m.Refused(f"not understood: {text}"[: m.TEXT_MAX]))
 
     def _keep_bounds(self) -> None:
-        lines = self._lines.values()
-        while self._unfinished > UNFINISHED_BYTES_MAX:
-            most = max(lines, key=lambda line: line.unfinished)
-            self._hang_up(most, f"{most.unfinished} bytes unfinished")
-        while self._unread > UNREAD_BYTES_MAX:
-            most = max(lines, key=lambda line: line.unread)
-            self._hang_up(most, f"{most.unread} bytes unread")
+        """Hang up on those that leave most unread, or unfinished, while it is too much in sum."""
+        lines = self.lines
+        while lines.unfinished > UNFINISHED_BYTES_MAX:
+            most = max(lines.all.values(), key=lambda line: line.counted[1])
+            self._hang_up(most, f"{most.counted[1]} bytes unfinished")
+        while lines.unread > UNREAD_BYTES_MAX:
+            most = max(lines.all.values(), key=lambda line: line.counted[0])
+            self._hang_up(most, f"{most.counted[0]} bytes unread")
 
     def _hang_up(self, line: Line, why: str) -> None:
         self._trouble("too_many", f"connection {line.number} is closed: {why}")
-        self._lose(line.number, f"connection: {why}")
+        self._lose(line, f"connection: {why}")
 
     # Ends
 
     def _ended(self, line: Line, why: str) -> None:
-        """A connection has ended by itself; one that came and proved nothing is a stranger's."""
+        """A connection has ended by itself; until it is open, a peer's next address is tried.
+
+        One that came and proved nothing is a stranger's.
+        """
+        if line.addresses and line.stage != "open":
+            self._dial(line, why)
+            return
         if line.came and line.stage == "greeting":
             self._trouble("unauthorised", f"connection {line.number} has not proved the key: {why}")
-        self._lose(line.number, f"connection: {why}")
+        self._lose(line, f"connection: {why}")
 
-    def _lose(self, number: int, reason: str) -> None:
-        line = self._lines.pop(number, None)
-        if line is None:
+    def _lose(self, line: Line, reason: str) -> None:
+        if self.lines.all.get(line.number) is not line:
             return
-        self._young.pop(number, None)
-        self._unfinished -= line.unfinished
-        self._unread -= line.unread
-        if self._by_fd.get(line.fd) == number:
-            del self._by_fd[line.fd]
-            del self._asked[line.fd]
-            with contextlib.suppress(OSError):  # TLS that cannot begin has closed it
-                self._epoll.unregister(line.fd)
-        line.close()
+        self.lines.remove(line)
         if line.met:
-            with self._barrier.around(f"the end of peer {number}"):
-                self._on_lost(number, reason)
+            with self._barrier.around(f"the end of peer {line.number}"):
+                self._on_lost(line.number, reason)
 
-    def give_up(self, number: int) -> None:
-        """Hang up on a peer that has met a bug of ours."""
-        self._lose(number, "its messages met a bug of the store")
-
-    def drop(self, number: int) -> None:
+    def drop(self, number: int, why: str = "dropped") -> None:
         """Close a connection."""
-        self._lose(number, "dropped")
+        line = self.lines.all.get(number)
+        if line is not None:
+            self._lose(line, why)
 
     def forget_silent(self, now_ns: int) -> None:
         """Forget who came and has said nothing for long."""
         limit_s = (now_ns - FORGET_NS) // 1_000_000_000
-        came = [line for line in self._lines.values() if line.came and line.stage == "open"]
-        for line in came:
+        for line in self.lines.came():
             if line.heard_s < limit_s:
-                self._lose(line.number, "silent")
-
-    @property
-    def came(self) -> int:
-        """Count the connections of peers that came."""
-        return sum(line.came and line.stage == "open" for line in self._lines.values())
-
-    def _met_a_bug(self) -> None:
-        self.counts["internal"] += 1
+                self._lose(line, "silent")
 
     def close(self) -> None:
         """End everything, at once."""
-        for line in self._lines.values():
-            line.close()
-        self._lines.clear()
         if self._listener is not None:
             self._listener.close()
-        self._epoll.close()
+        self.lines.close()

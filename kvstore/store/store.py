@@ -271,7 +271,7 @@ class Store:
         for shown in step.engine_blocks:
             namespace.engines.announce(session.number, shown, session.granted)
         if self._peers is not None and not namespace.layout.unnamed:
-            self._peers.requests.on_step(namespace, session.number, step, self._now_ns)
+            self._peers.on_step(namespace, session.number, step, self._now_ns)
         for lookup in step.lookups:
             answer = self._lookups.ask(session, namespace, lookup, self._now_ns)
             if answer is not None:

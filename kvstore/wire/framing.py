@@ -5,9 +5,11 @@ All protocols use it: engines and their store, stores among each other, a store 
 
 from __future__ import annotations
 
+import re
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -99,11 +101,44 @@ class Decoder:
         What follows a message that is none can still be read, unless it is NotFramed.
         """
         for body in self.frames.feed(data):
-            try:
-                message = self._decoder.decode(body)
-            except (msgspec.DecodeError, ValueError, RecursionError) as exc:
-                raise ProtocolError(f"not a message of this protocol: {exc}") from exc
-            yield message
+            yield decoded(self._decoder, body, "this protocol")
+
+
+_LIMIT = re.compile(r"Expected `\w+` (?:of length )?[<>]=? \S+ - at `\$((?:\[\d+\])+)`")
+_items = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], msgspec.Meta(max_length=1 << 16)])
+# How many bytes hold the length of bytes, an array or an object in msgpack, by its first byte.
+_LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+
+
+def decoded(decoder: msgspec.msgpack.Decoder[Message], body: bytes, protocol: str) -> Message:
+    """Return a message. Raises ProtocolError for what is none; it names what is beyond a limit."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
+        text, found = str(exc), None
+        limit = _LIMIT.fullmatch(text)
+        if limit is not None:
+            found = _found(body, [int(index) for index in re.findall(r"\d+", limit[1])])
+        named = text if found is None else f"found {found}, expected{text.removeprefix('Expected')}"
+        raise ProtocolError(f"not a message of {protocol}: {named}") from exc
+
+
+def _found(body: bytes, path: Sequence[int]) -> float | None:
+    """Return the number at a place of a message, or the length of what is there.
+
+    None: it is not found without making much of what somebody sent.
+    """
+    raw: bytes | msgspec.Raw = body
+    try:
+        for index in path:
+            raw = _items.decode(raw)[index]
+        head = bytes(memoryview(raw)[:5])
+        if head[0] in _LENGTH_BYTES:
+            return int.from_bytes(head[1 : 1 + _LENGTH_BYTES[head[0]]], "big")
+        value = msgspec.msgpack.decode(raw, type=str | int | float)
+    except (msgspec.DecodeError, IndexError):
+        return None
+    return len(value) if isinstance(value, str) else value
 
 
 def is_sendable(text: str, length_max: int) -> bool:

@@ -59,7 +59,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
 from kvstore.core.limits import GROUPS_MAX, HASH_BYTES_MAX, Hash, Words
 from kvstore.core.types import GroupRule
-from kvstore.wire.framing import U32, WORD, Message, from_u32
+from kvstore.wire.framing import U32, WORD, Message, decoded, from_u32
 
 VERSION = 5
 MESSAGE_BYTES_MAX = 16 << 20
@@ -279,19 +279,12 @@ def encode(message: Message) -> bytes:
 
 def decode_for_producer(data: bytes) -> Message:
     """Read what a consumer says. Raises ProtocolError for anything else."""
-    return _decode(_for_producer, data)
+    return decoded(_for_producer, data, f"side channel {VERSION}")
 
 
 def decode_for_consumer(data: bytes) -> Message:
     """Read what a producer says. Raises ProtocolError for anything else."""
-    return _decode(_for_consumer, data)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not a message of side channel {VERSION}: {exc}") from exc
+    return decoded(_for_consumer, data, f"side channel {VERSION}")
 
 
 def lease_ns(lease_ms: int) -> int:

@@ -19,6 +19,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.types import Slot, make_key
 from kvstore.handover import peers
 from kvstore.handover import transfers as moves
+from kvstore.handover.line import Line
 from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.handover.side_channel import Channel
 from kvstore.handover.transfers import SlotFill, Transfers
@@ -64,7 +65,7 @@ class Wire(Channel):
         self._net.places[address] = self.accept
 
     def _open(self, end: End, *, came: bool) -> int:
-        line = self._add(came=came)
+        line = self.lines.add(0, came=came)
         self._ends[line.number] = end
         line.agree()
         self._opened(line)
@@ -75,7 +76,7 @@ class Wire(Channel):
         number = self._open(end, came=True)
         return number, lambda frame: self.inbox.append((number, frame, m.decode_for_producer))
 
-    def may_dial(self, _address: str) -> str:
+    def refusal(self, _address: str) -> str:
         """Anything: no name of the net is an address."""
         return ""
 
@@ -84,12 +85,13 @@ class Wire(Channel):
         place = self._net.places.get(address)
         if place is None:
             number = self._open(End(lambda _: None), came=False)
-            self._doomed.append((number, "nobody is there"))
+            self._fail(self.lines.all[number], "nobody is there")
             return number
-        number = self._next
-        end = End(lambda frame: self.inbox.append((number, frame, m.decode_for_consumer)))
+        numbers: list[int] = []
+        end = End(lambda frame: self.inbox.append((numbers[0], frame, m.decode_for_consumer)))
         _, say = place(end)
-        return self._open(End(say), came=False)
+        numbers.append(self._open(End(say), came=False))
+        return numbers[0]
 
     def send(self, number: int, message: framing.Message) -> None:
         """Send to whoever is there."""
@@ -97,26 +99,26 @@ class Wire(Channel):
         if end is not None and self._net.rng.random() < SENT:
             end.hear(m.encode(message))
         elif end is not None:
-            self._doomed.append((number, "it does not read"))
+            self._fail(self.lines.all[number], "it does not read")
 
     def poll(self, now_ns: int) -> None:
         """Read what has come."""
         self._now_ns = now_ns
-        doomed, self._doomed = self._doomed, []
-        for number, reason in doomed:
-            self._lose(number, reason)
+        failed, self._ready = self._ready, set()
+        for line in [self.lines.all[number] for number in failed & self.lines.all.keys()]:
+            self._lose(line, line.failed)
         inbox, self.inbox = self.inbox, []
         for number, frame, decode in inbox:
-            line = self._lines.get(number)
+            found = self.lines.all.get(number)
             self._net.reading = frame
-            if line is not None and frame:
-                self._take(line, frame, decode, now_ns)
-            elif line is not None:
-                self._lose(number, "disconnected")
+            if found is not None and frame:
+                self._take(found, frame, decode, now_ns)
+            elif found is not None:
+                self._lose(found, "disconnected")
 
-    def _lose(self, number: int, reason: str) -> None:
-        end = self._ends.pop(number, None)
-        super()._lose(number, reason)
+    def _lose(self, line: Line, reason: str) -> None:
+        end = self._ends.pop(line.number, None)
+        super()._lose(line, reason)
         if end is not None:
             end.hear(b"")
 

@@ -13,7 +13,7 @@ import psutil
 
 from kvstore.core.layout import PageRun, RankPages
 from kvstore.core.types import make_key
-from kvstore.handover import peers, side_channel, transfers
+from kvstore.handover import links, side_channel, transfers
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
@@ -435,10 +435,10 @@ def check_nothing_left(site: Site) -> None:
     assert own.producer.held.bytes == 0
     assert not own.producer._early
     assert own.producer.request_leases.held_bytes == 0
-    assert len(own._links) <= peers.LINKS_MAX
+    assert len(own.links.all) <= links.LINKS_MAX
     assert len(own._agents) <= transfers.AGENTS_MAX
-    assert len(site.wire) <= side_channel.CAME_MAX + peers.LINKS_MAX
-    assert site.wire.came <= 1, "connections that are gone"
+    assert len(site.wire.lines.all) <= side_channel.CAME_MAX + links.LINKS_MAX
+    assert len(site.wire.lines.came()) <= 1, "connections that are gone"
     assert all(not session.fetches for session in site.store.sessions.values())
     for landing in site.mover.landings.values():
         landing.check_all_free()

@@ -152,7 +152,7 @@ class Pair:
         target: Any = _Target(self, context)
         transfers: Any = self.moves
         connections: Any = _Connections(self)
-        self.consumer = c.Consumer(connections, target, transfers, self._to_worker)
+        self.consumer = c.Consumer(connections, target, transfers, self._to_worker, Fetched())
         return self.consumer
 
     def _to_consumer(self, peer: int, message: framing.Message) -> None:
@@ -294,7 +294,6 @@ class _Connections:
     """The consumer's connection."""
 
     def __init__(self, pair: Pair) -> None:
-        self.fetched = Fetched()
         self._pair = pair
 
     def say(self, peer: int, message: framing.Message) -> None:

@@ -1,0 +1,71 @@
+"""Memory of this store that peers read: extents that the exporter maps, and the exporter itself.
+
+When the exporter is started again it has another name, and its memory other addresses.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvstore.handover.jobs import OwnExporter
+from kvstore.handover.transfers import Reachable, Transfers
+from kvstore.wire import peer as m
+from kvstore.wire.engine import Extent
+from kvstore.wire.framing import Message
+from tiers.nixl import messages as nixl
+
+
+class ExportedMemory:
+    """Extents of slots, as workers are told of them, and how peers reach them.
+
+    The store waits for all to map or unmap an extent: settled lists those that it does not wait for
+    the exporter to map, or that are unmapped.
+    """
+
+    def __init__(self, transfers: Transfers) -> None:
+        """Start without any."""
+        self._transfers = transfers
+        self.up: nixl.Ready | None = None  # the exporter that runs now
+        self.settled: list[int] = []
+        self._slots: dict[int, int] = {}  # of each extent; 0: it is being unmapped
+        self._regions: dict[int, m.Region] = {}
+
+    def change(self, message: Message, fd: int | None) -> None:
+        """Do with an extent what workers are told to do."""
+        if isinstance(message, Extent) and fd is not None:
+            self._transfers.export(message.extent, fd, message.count * message.slot_bytes)
+            self._slots[message.extent] = message.count
+            self.settled.append(message.extent)
+        elif isinstance(message, Extent):
+            self._slots[message.extent] = 0
+            self._regions.pop(message.extent, None)
+            self._transfers.unexport(message.extent)
+
+    def introduce(self) -> OwnExporter | None:
+        """Name our exporter, which somebody needs now; None while there is none."""
+        self._transfers.exporter.wake()
+        up = self.up
+        return None if up is None else OwnExporter(up.name, up.metadata, self._regions)
+
+    def reachable(self, found: Reachable) -> None:
+        """Note how peers reach an extent."""
+        if self.up is not None:
+            self.up = msgspec.structs.replace(self.up, metadata=found.metadata)
+        if slots := self._slots.get(found.extent):
+            self._regions[found.extent] = m.Region(found.extent, found.base, slots)
+
+    def unmapped(self, extent: int) -> None:
+        """Note that the exporter maps an extent no more."""
+        self._slots.pop(extent, None)
+        self.settled.append(extent)
+
+    def down(self) -> None:
+        """Note that the exporter has ended: its addresses mean nothing any more."""
+        self.up = None
+        self._regions.clear()
+
+    def end(self) -> None:
+        """Export nothing any more."""
+        self.down()
+        self.settled += self._slots
+        self._slots.clear()
