@@ -8,11 +8,10 @@ from itertools import chain
 from typing import Any
 
 from tiers.nvme.index_load import BATCH_ROWS, Sorted
-from tiers.nvme.messages import NO_PARENT, NOWHERE, NUMBER, VALUE, Batch, row_format
+from tiers.nvme.messages import NO_PARENT, NOWHERE, VALUE, Batch, row_format
 
 SIZE = 4096
 COUNTS = {1: 100, 3: 50}
-PREFIX = NUMBER.pack(7)
 Row = tuple[bytes, bytes]
 
 
@@ -21,11 +20,11 @@ def at(position: int, extent: int = 1) -> int:
 
 
 def row(name: bytes, place: int, above: int, generation: int, size: int = SIZE) -> Row:
-    return PREFIX + name, VALUE.pack(place, above, generation, generation, size)
+    return name, VALUE.pack(place, above, generation, generation, size)
 
 
 def sort(*rows: Row, counts: dict[int, int] = COUNTS) -> Sorted:
-    return Sorted(7, SIZE, counts, [[part for row in rows for part in row]] if rows else [])
+    return Sorted(SIZE, counts, [[part for row in rows for part in row]] if rows else [])
 
 
 def rows_of(batch: Batch) -> list[tuple[Any, ...]]:
@@ -38,7 +37,7 @@ def names(found: Sorted, skip: int = 0) -> list[bytes]:
 
 
 def refused(found: Sorted) -> set[tuple[bytes, int, str]]:
-    return {(key[NUMBER.size :], place, cause) for key, place, cause in found.refused}
+    return set(found.refused)
 
 
 def test_parents_come_first_and_are_named_by_their_position() -> None:
@@ -82,7 +81,7 @@ def test_what_cannot_stand_for_a_block_is_refused() -> None:
         row(b"extent", at(0, 2), NOWHERE, 1),
         row(b"size", at(1), NOWHERE, 2, size=SIZE + 1),
         row(b"end", at(50, 3), NOWHERE, 3),
-        (PREFIX + b"short", b"value"),
+        (b"short", b"value"),
         row(b"fine", at(49, 3), NOWHERE, 4),
     )
     assert names(found) == [b"fine"]
@@ -97,7 +96,7 @@ def test_what_cannot_stand_for_a_block_is_refused() -> None:
 def test_keys_of_different_lengths_come_back_as_they_were() -> None:
     keys = [b"\0" * n + b"k" + b"\0" * (20 - n % 3) for n in range(20)]
     chunks = [list(row(name, at(n), NOWHERE, n)) for n, name in enumerate(keys)]
-    assert names(Sorted(7, SIZE, COUNTS, chunks)) == keys, "chunks of one width each"
+    assert names(Sorted(SIZE, COUNTS, chunks)) == keys, "chunks of one width each"
 
 
 def test_loading_goes_on_from_any_record() -> None:

@@ -262,7 +262,7 @@ def test_S4_what_is_written_becomes_durable_and_then_the_disk_is_at_rest(
             until_durable(disk, count)
         disk.clear()
         (space,) = disk.spaces
-        eventually(lambda: not space.renumbering and not disk.awake)
+        eventually(lambda: not space.clearing and not disk.awake)
         assert space.counts["cleared"] == 6
         live.put(hashes(3, "c"))
         until_durable(disk, 3)

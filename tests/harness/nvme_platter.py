@@ -251,15 +251,15 @@ class Platter:
     def _install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         commit = IndexClient.commit
 
-        def watched_commit(index: IndexClient, changes: Commit) -> bool:
+        def watched_commit(index: IndexClient, changes: Commit) -> None:
             if not self.live:
-                return commit(index, changes)
+                commit(index, changes)
+                return
             self._moment()
-            left = commit(index, changes)
+            commit(index, changes)
             self._read_index()
             self.at_commit(changes, self._queues[3].since_s)
             self._moment()
-            return left
 
         monkeypatch.setattr(IndexClient, "commit", watched_commit)
         calls = {name: getattr(self, name) for name in CALLS}

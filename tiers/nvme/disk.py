@@ -117,8 +117,7 @@ class NvmeDisk:
     def _space(self, namespace: str, slot_bytes: int) -> DiskNamespace:
         spaces = self.opening.spaces
         if namespace not in spaces:
-            number = self.opening.take_number()
-            spaces[namespace] = DiskNamespace(number, namespace, slot_bytes)
+            spaces[namespace] = DiskNamespace(namespace, slot_bytes)
         return spaces[namespace]
 
     def replace(self, fresh: Startup) -> None:
@@ -133,10 +132,9 @@ class NvmeDisk:
             for tier in self._tiers:
                 if tier.space is known and space.slot_bytes == known.slot_bytes:
                     tier.use(space)
-            if known.renumbering:  # it was cleared, and that was not durable
+            if known.clearing:  # it was cleared, and that was not durable
                 self.clear_space(space)
         self.room.start_over()
-        self._commits.start_over()
         self.health.loading(on=fresh.loading)
 
     def wake(self, space: DiskNamespace) -> None:
@@ -203,7 +201,7 @@ class NvmeDisk:
         if self._given_up:
             return bool(self._mover.open)
         moving = self._mover.open or self.keeper.open
-        return bool(moving) or self.opening.loading or self._commits.purging or self._sliced
+        return bool(moving) or self.opening.loading or self._sliced
 
     @property
     def next_s(self) -> float:
@@ -304,7 +302,7 @@ class NvmeDisk:
     def clear_space(self, space: DiskNamespace) -> None:
         """Forget all blocks of a namespace, at once."""
         if space.extents:
-            space.clear(self.opening.take_number())
+            space.clear()
             self.wake(space)
             self._commits.hurry()
 

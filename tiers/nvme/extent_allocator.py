@@ -87,7 +87,7 @@ class ExtentAllocator:
 
     def make(self, space: DiskNamespace, count: int) -> bool:
         """Try to get free slots: a new extent, else by eviction; False when none will come."""
-        if self._disk.opening.loading or space.renumbering or self._grow(space):
+        if self._disk.opening.loading or space.clearing or self._grow(space):
             return True
         space.evict(count - space.free - space.leaving)
         if space.to_delete:
@@ -110,7 +110,7 @@ class ExtentAllocator:
         disk.opening.next_extent += 1
         self.making[number] = takes
         space.growing = True
-        changes = Commit(namespaces=[space.entry], extents=[(number, space.number)])
+        changes = Commit(extents=[(number, space.slot_bytes, space.digest)])
 
         def make() -> ExtentFile:
             """Leave no file that the index does not know."""

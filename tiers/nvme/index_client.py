@@ -190,7 +190,7 @@ class IndexClient:
             raise IndexDamagedError(f"{self.path}: {exc}") from exc
         self._verify = self._verify or exc.of_the_file
 
-    def _ask(self, request: Request) -> Done:
+    def _ask(self, request: Request) -> None:
         """Have a request done; once more if its process was killed, which may be long ago."""
         try:
             answer = self._ask_once(request)
@@ -200,7 +200,6 @@ class IndexClient:
             answer = self._ask_once(request)
         if not isinstance(answer, Done):
             raise self._error(answer)
-        return answer
 
     def _ask_once(self, request: Request) -> Answer:
         process = self.process
@@ -222,14 +221,13 @@ class IndexClient:
         kind = IndexDamagedError if answer.damaged else TierIOError
         return kind(f"{self.path}: {answer.text}")
 
-    def commit(self, changes: Commit) -> bool:
-        """Make changes durable, all or none; tell whether a purge has left records.
+    def commit(self, changes: Commit) -> None:
+        """Make changes durable, all or none.
 
         Raises TierIOError: then it is not known which, and the same commit may be tried again.
         """
-        left = self._ask(changes).left
+        self._ask(changes)
         self._deaths = 0
-        return left
 
     def load(self, request: Load) -> None:
         """Have a namespace's records sent, for take(). Raises TierIOError."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from tiers.nvme.messages import NO_PARENT, NOWHERE, NUMBER, VALUE, Batch
+from tiers.nvme.messages import NO_PARENT, NOWHERE, VALUE, Batch
 
 BATCH_ROWS = 1024  # of which a store takes in one without a look at the clock
 Refused = tuple[bytes, int, str]
@@ -31,7 +31,6 @@ class Sorted:
 
     def __init__(
         self,
-        number: int,
         slot_bytes: int,
         counts: Mapping[int, int],
         chunks: Iterable[list[bytes]],
@@ -51,7 +50,7 @@ class Sorted:
         good = np.flatnonzero(causes == _OK)
         self.refused += [
             (
-                NUMBER.pack(number) + bytes(keys[at]).ljust(int(lengths[at]), b"\0"),
+                bytes(keys[at]).ljust(int(lengths[at]), b"\0"),
                 int(values["place"][at]) if holds[at] or causes[at] == _BEYOND else NOWHERE,
                 _NAMES[causes[at]],
             )
@@ -67,19 +66,18 @@ class Sorted:
     def _pack(
         self, chunks: Iterable[list[bytes]]
     ) -> tuple[NDArray[np.bytes_], NDArray[np.uint16], NDArray[np.void]]:
-        """Return keys without the namespace, padded, their lengths, and values."""
+        """Return keys, padded, their lengths, and values."""
         packed = [(np.zeros(0, "S1"), np.zeros(0, np.uint16), np.zeros(0, _FIELDS))]
         for chunk in chunks:
             keys, values = chunk[::2], chunk[1::2]
-            if set(map(len, values)) != {VALUE.size} or min(map(len, keys)) < NUMBER.size:
+            if set(map(len, values)) != {VALUE.size}:
                 rows = list(zip(keys, values, strict=True))
-                sound = [row for row in rows if _sound(*row)]
-                self.refused += [(row[0], NOWHERE, "foreign") for row in rows if not _sound(*row)]
-                keys, values = [key for key, _ in sound], [value for _, value in sound]
-            names = [key[NUMBER.size :] for key in keys]
-            lengths = np.fromiter(map(len, names), np.uint16, len(names))
+                self.refused += [(k, NOWHERE, "foreign") for k, v in rows if len(v) != VALUE.size]
+                rows = [row for row in rows if len(row[1]) == VALUE.size]
+                keys, values = [key for key, _ in rows], [value for _, value in rows]
+            lengths = np.fromiter(map(len, keys), np.uint16, len(keys))
             fields = np.frombuffer(bytearray().join(values), _FIELDS)
-            packed.append((np.array(names, "S"), lengths, fields))
+            packed.append((np.array(keys, "S"), lengths, fields))
         keys_of, lengths_of, values_of = zip(*packed, strict=True)
         return np.concatenate(keys_of), np.concatenate(lengths_of), np.concatenate(values_of)
 
@@ -101,10 +99,6 @@ class Sorted:
             for field in ("place", "generation", "sum"):
                 rows[field] = values[field]
             yield Batch(width, rows.tobytes())
-
-
-def _sound(key: bytes, value: bytes) -> bool:
-    return len(key) >= NUMBER.size and len(value) == VALUE.size
 
 
 _OK, _FOREIGN, _BEYOND, _UNREACHABLE = range(4)

@@ -2,10 +2,11 @@
 
 The index, an LMDB file, never holds payload:
 
-meta        "format", "clean"
-namespaces  digest -> NAMESPACE: number, slot bytes
-extents     number (u32) -> namespace (u32)
-blocks      namespace (u32), block key -> VALUE
+kvstore.meta            "format", "clean"
+kvstore.extents         number (NUMBER) -> slot bytes (NUMBER), digest of its namespace
+kvstore.blocks DIGEST   block key -> VALUE, one table for each namespace
+
+A namespace is one that has an extent: a record without an extent stands for nothing.
 
 Each request has one answer. What Load asks for comes after that, as batches up to a Loaded, or a
 Failed; no other request is sent meanwhile.
@@ -19,8 +20,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-FORMAT = b"kvstore-nvme-1"
-NAMESPACE = struct.Struct(">II")
+FORMAT = b"kvstore-nvme-2"
+META, EXTENTS, BLOCKS = b"kvstore.meta", b"kvstore.extents", b"kvstore.blocks "
 NUMBER = struct.Struct(">I")
 VALUE = struct.Struct("<QQQQI")
 """Place (extent << 32 | position), parent's place, generation, checksum, payload bytes."""
@@ -29,22 +30,21 @@ NOWHERE = (1 << 64) - 1
 NO_PARENT = (1 << 32) - 1
 RECORD_BYTES = 512  # of the index file for each block, with room for half-full pages
 FOLDER = "index"
-PURGE_ROWS = 10_000  # of one commit
 
 
 class Commit(msgspec.Struct, tag=True):
-    """Make changes durable, all or none. The index is in order only after one that is clean.
+    """Make changes durable, all or none, in this order.
 
-    purge: a namespace that is in no table any more, of which to delete up to PURGE_ROWS records.
+    The index is in order only after a commit that is clean. cleared: digests of namespaces, all
+    records of which go.
     """
 
-    deletes: list[bytes] = []
-    puts: list[tuple[bytes, bytes]] = []
-    namespaces: list[tuple[bytes, bytes]] = []
-    extents: list[tuple[int, int]] = []  # number, namespace
+    cleared: list[str] = []
+    deletes: dict[str, list[bytes]] = {}  # by digest
+    puts: dict[str, list[tuple[bytes, bytes]]] = {}
+    extents: list[tuple[int, int, str]] = []  # number, slot bytes, digest
     extents_gone: list[int] = []
     clean: bool = False
-    purge: int | None = None
 
 
 class Open(msgspec.Struct, tag=True):
@@ -63,31 +63,27 @@ class Open(msgspec.Struct, tag=True):
 class Opened(msgspec.Struct, tag=True):
     """The index is open.
 
-    new: there was none. next_number: of a namespace, higher than any that has records. strays:
-    numbers that records have and no namespace.
+    new: there was none. strays: records of what is no namespace, which are gone unless the index
+    is only to be read.
     """
 
     new: bool
     clean: bool
-    next_number: int
-    strays: list[int]
-    namespaces: dict[str, tuple[int, int]]  # digest -> number, slot bytes
-    extents: dict[int, int]  # number -> namespace
+    strays: int
+    extents: dict[int, tuple[int, str]]  # number -> slot bytes, digest
 
 
 class Load(msgspec.Struct, tag=True):
     """Send the records of a namespace, without the first `skip`. counts: slots of its extents."""
 
-    number: int
+    digest: str
     slot_bytes: int
     counts: dict[int, int]
     skip: int = 0
 
 
 class Done(msgspec.Struct, tag=True):
-    """It is done, or begun. left: whether a purge has left records."""
-
-    left: bool = False
+    """It is done, or begun."""
 
 
 class Failed(msgspec.Struct, tag=True):

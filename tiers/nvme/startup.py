@@ -42,11 +42,13 @@ def blocks_max_of(capacity_bytes: int) -> int:
     return capacity_bytes // stride_of(1)
 
 
-def spaces_of(namespaces: dict[str, tuple[int, int]]) -> dict[int, DiskNamespace]:
-    """Make the namespaces of an index, by number. Raises IndexDamagedError."""
-    found = {number: DiskNamespace(number, d, size) for d, (number, size) in namespaces.items()}
-    if len(found) < len(namespaces) or not all(space.slot_bytes for space in found.values()):
-        raise IndexDamagedError("its namespaces contradict each other")
+def spaces_of(extents: dict[int, tuple[int, str]]) -> dict[str, DiskNamespace]:
+    """Make the namespaces of an index, by digest. Raises IndexDamagedError."""
+    found: dict[str, DiskNamespace] = {}
+    for slot_bytes, digest in extents.values():
+        space = found.setdefault(digest, DiskNamespace(digest, slot_bytes))
+        if not slot_bytes or slot_bytes != space.slot_bytes:
+            raise IndexDamagedError("the sizes of its slots contradict each other")
     return found
 
 
@@ -59,8 +61,6 @@ class Startup:
         self.spaces: dict[str, DiskNamespace] = {}
         self.next_extent = 1
         self.generation = 1  # the highest that a write has had
-        self._next_number = 1
-        self.strays: list[int] = []  # that records begin with, and no namespace has
         self.damage: TierIOError | None = None  # found while its records were read
         self._todo: deque[DiskNamespace] = deque()  # to be loaded
         self._steps: Iterator[bool] | None = None  # of the loading that has begun
@@ -69,11 +69,6 @@ class Startup:
     def loading(self) -> bool:
         """Tell whether records are still to come."""
         return bool(self._todo)
-
-    def take_number(self) -> int:
-        """Number a namespace: the index file has nothing under it."""
-        self._next_number += 1
-        return self._next_number - 1
 
     def open(self, damage: TierIOError | None = None) -> None:
         """Open or make the index, and the extents it names; a damaged one is set aside.
@@ -92,7 +87,8 @@ class Startup:
             log.warning(
                 "%s was not shut down in order; committed blocks are there", self._volume.path
             )
-        for space in sorted(self.spaces.values(), key=lambda space: space.number, reverse=True):
+        newest = sorted(self.spaces.values(), key=lambda s: max(s.extents, default=0), reverse=True)
+        for space in newest:
             space.loading = Loading(space)
             self._todo.append(space)
         if self._todo:
@@ -106,8 +102,6 @@ class Startup:
             self.closing()()
             self.spaces.clear()
             raise
-        found = self.index_client.opened
-        self._next_number, self.strays = found.next_number, found.strays
 
     def _start_empty(self, cause: Exception) -> None:
         self._volume.read_index()
@@ -116,15 +110,13 @@ class Startup:
         self._volume.sweep(())
 
     def _open_extents(self) -> None:
-        namespaces, extents = self.index_client.opened.namespaces, self.index_client.opened.extents
-        by_number = spaces_of(namespaces)
-        self.spaces = {space.digest: space for space in by_number.values()}
-        for number, owner in extents.items():
+        extents = self.index_client.opened.extents
+        self.spaces = spaces_of(extents)
+        for number, (slot_bytes, digest) in extents.items():
             self.next_extent = max(self.next_extent, number + 1)
-            space = by_number.get(owner)
             try:
-                if space is not None:
-                    space.extents[number] = self._volume.open_extent(number, space.slot_bytes)
+                file = self._volume.open_extent(number, slot_bytes)
+                self.spaces[digest].extents[number] = file
             except FileNotFoundError:
                 log.error("%s and its blocks are lost", self._volume.extent(number))
         known = {number for space in self.spaces.values() for number in space.extents}
@@ -186,7 +178,7 @@ class Startup:
             yield True
         if space.loading is None:
             return
-        request = Load(space.number, space.slot_bytes, space.slot_counts, skip=len(loading.loaded))
+        request = Load(space.digest, space.slot_bytes, space.slot_counts, skip=len(loading.loaded))
         begun: list[Exception | None] = []
         keeper.submit(
             lambda: self.index_client.load(request), lambda exc, _now_s: begun.append(exc)
