@@ -102,15 +102,9 @@ class ProcessHere:
 
     def __init__(self, _lock_fd: int) -> None:
         self._server = IndexServer()
-        self._answers: deque[Answer] = deque()
 
     def ask(self, request: Request) -> Answer:
-        self._answers.extend(self._server.answers(request))
-        return self._answers.popleft()
-
-    def take(self, *, wait: bool) -> Answer | None:
-        check(not wait, "the platter does not wait")
-        return self._answers.popleft() if self._answers else None
+        return self._server.answer(request)
 
     def close(self) -> None:
         if self._server.file is not None:

@@ -26,7 +26,7 @@ from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, allow_files, stride_of
 from tiers.nvme.fsck_report import Amount, FsckReport, Repair
 from tiers.nvme.index import Record
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
-from tiers.nvme.messages import FOLDER, RECORD_BYTES, Commit, Load, Loaded
+from tiers.nvme.messages import FOLDER, RECORD_BYTES, Commit
 from tiers.nvme.namespace import POSITION, DiskNamespace, Loading
 from tiers.nvme.startup import set_aside, spaces_of
 from tiers.nvme.tier import RUN_BYTES_MAX
@@ -252,13 +252,11 @@ def on_disk(path: Path) -> int:
 def load(client: IndexClient, space: DiskNamespace) -> list[Refused]:
     """Have a space take its records; return those that it cannot have."""
     loading = space.loading = Loading(space)
-    client.load(Load(space.digest, space.slot_bytes, space.slot_counts))
-    while not isinstance(message := client.take(wait=True), Loaded):
-        if message is not None:
-            loading.take(message)
-    loading.refuse(message.refused)
-    deque(loading.end(), maxlen=0)
-    return message.refused
+    refused: list[Refused] = []
+    for page in client.records(space.digest, space.slot_bytes, space.slot_counts):
+        deque(loading.take(page), maxlen=0)
+        refused += page.refused or ()
+    return refused
 
 
 def run_blocks_max(space: DiskNamespace) -> int:

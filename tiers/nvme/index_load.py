@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from tiers.nvme.messages import NO_PARENT, NOWHERE, VALUE, Batch
+from tiers.nvme.messages import NO_PARENT, NOWHERE, VALUE, Page
 
-BATCH_ROWS = 1024  # of which a store takes in one without a look at the clock
 Refused = tuple[bytes, int, str]
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.uint64]
@@ -29,24 +28,34 @@ _FIELDS = np.dtype(
 class Sorted:
     """The records of a namespace, the oldest first, and those that are refused."""
 
-    def __init__(
-        self,
-        slot_bytes: int,
-        counts: Mapping[int, int],
-        chunks: Iterable[list[bytes]],
-    ) -> None:
-        """counts: slots of the namespace's extents; chunks: key, value, key, value, ..."""
+    def __init__(self, slot_bytes: int, counts: Mapping[int, int]) -> None:
+        """counts: slots of the namespace's extents."""
         self.refused: list[Refused] = []
-        keys, lengths, values = self._pack(chunks)
+        self._slot_bytes = slot_bytes
+        self._counts = counts
+
+    def sort(self, chunks: Iterable[list[bytes]]) -> Iterator[None]:
+        """Read key, value, key, value, ..., and sort all. Yields after each second or less."""
+        packed = [(np.zeros(0, "S1"), np.zeros(0, np.uint16), np.zeros(0, _FIELDS))]
+        for chunk in chunks:
+            packed.append(self._pack(chunk))
+            yield
+        keys, lengths, values = map(np.concatenate, zip(*packed, strict=True))
+        packed.clear()
+        yield
         order = np.argsort(values["generation"], kind="stable")
         keys, lengths, values = keys[order], lengths[order], values[order]
-        causes = _causes(values, counts)
-        causes[(causes == _OK) & (values["size"] != slot_bytes)] = _FOREIGN
+        yield
+        causes = _causes(values, self._counts)
+        causes[(causes == _OK) & (values["size"] != self._slot_bytes)] = _FOREIGN
         owners, places = _owners(values["place"], causes == _OK)
         holds = _flags(owners, len(values))
         causes[(causes == _OK) & ~holds] = _FOREIGN
+        yield
         parents = _parents(values, owners, places)
-        _cut_off(values["above"], parents, causes)
+        yield
+        for _ in _cut_off(values["above"], parents, causes):
+            yield
         good = np.flatnonzero(causes == _OK)
         self.refused += [
             (
@@ -56,6 +65,7 @@ class Sorted:
             )
             for at in np.flatnonzero(causes != _OK)
         ]
+        yield
         position = np.full(len(values) + 1, NO_PARENT, np.uint32)
         position[good] = np.arange(len(good), dtype=np.uint32)
         self._keys, self._lengths, self._values = keys[good], lengths[good], values[good]
@@ -64,41 +74,33 @@ class Sorted:
         self._leaves = ~_flags(inner.astype(np.intp), len(good))
 
     def _pack(
-        self, chunks: Iterable[list[bytes]]
+        self, chunk: list[bytes]
     ) -> tuple[NDArray[np.bytes_], NDArray[np.uint16], NDArray[np.void]]:
         """Return keys, padded, their lengths, and values."""
-        packed = [(np.zeros(0, "S1"), np.zeros(0, np.uint16), np.zeros(0, _FIELDS))]
-        for chunk in chunks:
-            keys, values = chunk[::2], chunk[1::2]
-            if set(map(len, values)) != {VALUE.size}:
-                rows = list(zip(keys, values, strict=True))
-                self.refused += [(k, NOWHERE, "foreign") for k, v in rows if len(v) != VALUE.size]
-                rows = [row for row in rows if len(row[1]) == VALUE.size]
-                keys, values = [key for key, _ in rows], [value for _, value in rows]
-            lengths = np.fromiter(map(len, keys), np.uint16, len(keys))
-            fields = np.frombuffer(bytearray().join(values), _FIELDS)
-            packed.append((np.array(keys, "S"), lengths, fields))
-        keys_of, lengths_of, values_of = zip(*packed, strict=True)
-        return np.concatenate(keys_of), np.concatenate(lengths_of), np.concatenate(values_of)
+        keys, values = chunk[::2], chunk[1::2]
+        if set(map(len, values)) != {VALUE.size}:
+            rows = list(zip(keys, values, strict=True))
+            self.refused += [(k, NOWHERE, "foreign") for k, v in rows if len(v) != VALUE.size]
+            rows = [row for row in rows if len(row[1]) == VALUE.size]
+            keys, values = [key for key, _ in rows], [value for _, value in rows]
+        lengths = np.fromiter(map(len, keys), np.uint16, len(keys))
+        fields = np.frombuffer(bytearray().join(values), _FIELDS)
+        return np.array(keys, "S"), lengths, fields
 
-    def __len__(self) -> int:
-        """Count the records that are not refused."""
-        return len(self._keys)
-
-    def batches(self, skip: int = 0) -> Iterator[Batch]:
-        """Yield the records, without the first `skip`."""
+    def page(self, first: int, most: int) -> Page:
+        """Return up to so many records, with the last also what is refused."""
         width = max(1, self._keys.dtype.itemsize)
         fields = [("key", f"S{width}"), ("length", "<u2"), ("place", "<u8"), ("parent", "<u4")]
         fields += [("generation", "<u8"), ("sum", "<u8"), ("leaf", "?")]
-        for first in range(skip, len(self), BATCH_ROWS):
-            part = slice(first, first + BATCH_ROWS)
-            values = self._values[part]
-            rows = np.empty(len(values), fields)
-            rows["key"], rows["length"] = self._keys[part], self._lengths[part]
-            rows["parent"], rows["leaf"] = self._parents[part], self._leaves[part]
-            for field in ("place", "generation", "sum"):
-                rows[field] = values[field]
-            yield Batch(width, rows.tobytes())
+        part = slice(first, first + most)
+        values = self._values[part]
+        rows = np.empty(len(values), fields)
+        rows["key"], rows["length"] = self._keys[part], self._lengths[part]
+        rows["parent"], rows["leaf"] = self._parents[part], self._leaves[part]
+        for field in ("place", "generation", "sum"):
+            rows[field] = values[field]
+        ended = part.stop >= len(self._keys)
+        return Page(width, rows.tobytes(), len(rows), self.refused if ended else None)
 
 
 _OK, _FOREIGN, _BEYOND, _UNREACHABLE = range(4)
@@ -148,8 +150,8 @@ def _parents(values: NDArray[np.void], owners: Places, places: Numbers) -> Place
     return np.where((places[at] == values["above"]) & older, parents, none)
 
 
-def _cut_off(above: Numbers, parents: Places, causes: Places) -> None:
-    """Mark what has no way to a root."""
+def _cut_off(above: Numbers, parents: Places, causes: Places) -> Iterator[None]:
+    """Mark what has no way to a root. Yields now and then."""
     lost = (above != NOWHERE) & (parents == len(parents))
     bad = np.append((causes != _OK) | lost, False)
     ancestor = np.append(parents, len(parents))
@@ -158,4 +160,5 @@ def _cut_off(above: Numbers, parents: Places, causes: Places) -> None:
         if (ancestor == len(parents)).all():
             break
         bad, ancestor = wider, ancestor[ancestor]
+        yield
     causes[bad[:-1] & (causes == _OK)] = _UNREACHABLE

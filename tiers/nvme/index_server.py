@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice, pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lmdb
 
@@ -35,12 +36,16 @@ from tiers.nvme.messages import (
     Connection,
     Done,
     Failed,
-    Loaded,
+    Load,
     Open,
     Opened,
+    Page,
     Request,
     requests,
 )
+
+if TYPE_CHECKING:
+    from tiers.nvme.index_load import Sorted
 
 _CHUNK_BYTES = 1 << 20
 _CHUNK_ROWS = 1 << 15
@@ -286,29 +291,38 @@ class IndexServer:
         self.file: IndexFile | None = None
         self.lock_fd = -1  # kept until this process ends
         self.broken = False  # LMDB takes no more writes after one that failed
+        self._sorted: Sorted | None = None  # records of a namespace that is being loaded
+        self._digest = ""
+        self._steps: Iterator[None] = iter(())
 
-    def answers(self, request: Request) -> Iterator[Answer]:
-        """Do a request, and yield its answers. What goes wrong is the last of them."""
+    def answer(self, request: Request) -> Answer:
+        """Do a request."""
         try:
             if isinstance(request, Open):
-                yield self._open(request)
-            elif self.file is None:
-                yield Failed("the index is not open")
-            elif isinstance(request, Commit):
-                self.file.commit(request)
-                yield Done()
-            else:
-                yield Done()
-                # It takes as long as all else here, and a store that starts empty needs none of it.
-                from tiers.nvme.index_load import Sorted  # noqa: PLC0415
-
-                chunks = self.file.rows(request.digest)
-                found = Sorted(request.slot_bytes, request.counts, chunks)
-                yield from found.batches(request.skip)
-                yield Loaded(found.refused)
+                return self._open(request)
+            if self.file is None:
+                return Failed("the index is not open")
+            if isinstance(request, Load):
+                return self._page(self.file, request)
+            self._sorted = None
+            self.file.commit(request)
+            return Done()
         except _ERRORS as exc:
             self.broken = True
-            yield failed(exc)
+            return failed(exc)
+
+    def _page(self, file: IndexFile, request: Load) -> Page:
+        """Return the next records; none while they are still read and sorted, a step each time."""
+        # It takes as long as all else here, and a store that starts empty needs none of it.
+        from tiers.nvme.index_load import Sorted  # noqa: PLC0415
+
+        if self._sorted is None or self._digest != request.digest:
+            self._digest = request.digest
+            self._sorted = Sorted(request.slot_bytes, request.counts)
+            self._steps = self._sorted.sort(file.rows(request.digest))
+        for _ in self._steps:
+            return Page()
+        return self._sorted.page(request.first, request.most)
 
     def _open(self, request: Open) -> Opened:
         path = Path(request.path)
@@ -346,8 +360,7 @@ def main() -> int:
     store, server = Connection(end, requests), IndexServer()
     with contextlib.suppress(EOFError, OSError):  # the store is ending
         while not server.broken:
-            for answer in server.answers(store.receive()):
-                store.send(answer)
+            store.send(server.answer(store.receive()))
     return 0
 
 

@@ -8,8 +8,7 @@ kvstore.blocks DIGEST   block key -> VALUE, one table for each namespace
 
 A namespace is one that has an extent: a record without an extent stands for nothing.
 
-Each request has one answer. What Load asks for comes after that, as batches up to a Loaded, or a
-Failed; no other request is sent meanwhile.
+Each request has one answer.
 """
 
 from __future__ import annotations
@@ -74,16 +73,31 @@ class Opened(msgspec.Struct, tag=True):
 
 
 class Load(msgspec.Struct, tag=True):
-    """Send the records of a namespace, without the first `skip`. counts: slots of its extents."""
+    """Send some records of a namespace, from the first on. counts: slots of its extents."""
 
     digest: str
     slot_bytes: int
     counts: dict[int, int]
-    skip: int = 0
+    first: int
+    most: int
+
+
+class Page(msgspec.Struct, tag=True):
+    """Records of a namespace, parents first, the oldest first; none while they are being read.
+
+    rows: of row_format(width). refused: with the last records, those that cannot stand for a
+    block: key, place, cause. place: the slot that the record's deletion makes free, one beyond the
+    end, or NOWHERE.
+    """
+
+    width: int = 0
+    rows: bytes = b""
+    count: int = 0
+    refused: list[tuple[bytes, int, str]] | None = None
 
 
 class Done(msgspec.Struct, tag=True):
-    """It is done, or begun."""
+    """It is done."""
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -92,22 +106,6 @@ class Failed(msgspec.Struct, tag=True):
     text: str
     damaged: bool = False
     format: bool = False
-
-
-class Batch(msgspec.Struct, tag=True):
-    """Records of one namespace, parents first, the oldest first: rows of row_format(width)."""
-
-    width: int
-    rows: bytes
-
-
-class Loaded(msgspec.Struct, tag=True):
-    """A namespace's records have all been sent, but those that cannot be: key, place, cause.
-
-    place: the slot that the record's deletion makes free, one beyond the end, or NOWHERE.
-    """
-
-    refused: list[tuple[bytes, int, str]]
 
 
 def row_format(width: int) -> str:
@@ -120,13 +118,12 @@ def row_format(width: int) -> str:
 
 
 Request = Open | Commit | Load
-Answer = Opened | Done | Failed | Batch | Loaded
+Answer = Opened | Done | Failed | Page
 M = TypeVar("M")
 
 requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _encoder = msgspec.msgpack.Encoder()
-_READ_BYTES = 1 << 20
 
 
 class Connection(Generic[M]):
@@ -135,36 +132,26 @@ class Connection(Generic[M]):
     def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[M]) -> None:
         """decoder: of what comes in, requests or answers."""
         self._end = end
+        self._incoming = end.makefile("rb")
         self._decoder = decoder
-        self._buffer = bytearray()
 
     def send(self, message: Request | Answer) -> None:
         """Send a message, with its length before it. Raises OSError."""
         body = _encoder.encode(message)
         self._end.sendall(NUMBER.pack(len(body)) + body)
 
-    def receive(self, flags: int = 0) -> M:
-        """Return the next message. flags: of recv.
+    def receive(self) -> M:
+        """Wait for the next message. Raises OSError, and EOFError when the other end is closed."""
+        (size,) = NUMBER.unpack(self._read(NUMBER.size))
+        return self._decoder.decode(self._read(size))
 
-        Raises EOFError when the other end is closed, OSError, and BlockingIOError with
-        MSG_DONTWAIT when it is not there yet.
-        """
-        buffer = self._buffer
-        self._fill(NUMBER.size, flags)
-        end = NUMBER.size + NUMBER.unpack_from(buffer)[0]
-        self._fill(end, flags)
-        body = bytes(memoryview(buffer)[NUMBER.size : end])
-        del buffer[:end]
-        return self._decoder.decode(body)
-
-    def _fill(self, count: int, flags: int) -> None:
-        """Have so many bytes in the buffer; what has come stays there if not all is there yet."""
-        while len(self._buffer) < count:
-            data = self._end.recv(_READ_BYTES, flags)
-            if not data:
-                raise EOFError
-            self._buffer += data
+    def _read(self, count: int) -> bytes:
+        data = self._incoming.read(count)
+        if len(data) < count:
+            raise EOFError
+        return data
 
     def close(self) -> None:
         """Close this end; safe to call twice."""
+        self._incoming.close()
         self._end.close()

@@ -13,9 +13,9 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import cast
+from typing import Any, cast
 
 import xxhash
 
@@ -29,7 +29,7 @@ from tiers.nvme.messages import (
     NOWHERE,
     RECORD_BYTES,
     VALUE,
-    Batch,
+    Page,
     row_format,
 )
 
@@ -37,6 +37,7 @@ POSITION = 0xFFFFFFFF  # in a place: extent << 32 | position
 SLICE = 1 << 14  # slots looked at
 _CHECKED = struct.Struct("<QQ")  # generation, payload bytes
 _DROPS_MAX = 2048  # of one call
+_ROWS = 1024  # taken in without a look at the clock
 _SUM_ALIGN = 64  # XXH3 takes a sixth longer over a page that it meets between two cache lines
 
 
@@ -444,21 +445,34 @@ class Loading:
     """The records of a namespace, as they come from the index file."""
 
     def __init__(self, space: DiskNamespace) -> None:
-        """All slots are taken until end()."""
+        """All slots are taken until the last page."""
         self._space = space
-        self.loaded: list[Record] = []  # in the order in which they came
+        self._loaded: list[Record] = []  # in the order in which they came
+        self.newest = 0  # generation
         self.unwanted: set[BlockKey] = set()  # not loaded yet, and not to be kept
         space.expect()
 
-    def take(self, batch: Batch) -> int:
-        """Take in records, parents first; return the newest's generation."""
-        space, loaded = self._space, self.loaded
+    def take(self, page: Page) -> Iterator[None]:
+        """Take in records, parents first, until all are in or are cleared. Yields now and then."""
+        space = self._space
+        rows = struct.iter_unpack(row_format(page.width), page.rows)
+        for _ in range(0, page.count, _ROWS):
+            if space.loading is self:
+                self._take(islice(rows, _ROWS))
+            yield
+        if space.loading is self and page.refused is not None:
+            self._refuse(page.refused)
+            for _ in self._end():
+                yield
+                if space.loading is not self:
+                    return
+
+    def _take(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        space, loaded, generation = self._space, self._loaded, 0
         held, newest = space.held, space.newest
         ready, dropped, durable = State.READY, State.DROPPED, Durable.YES
         insert, touch = space.index.insert, space.index.order.touch
-        for padded, length, place, above, generation, checksum, leaf in struct.iter_unpack(
-            row_format(batch.width), batch.rows
-        ):
+        for padded, length, place, above, generation, checksum, leaf in rows:
             key = padded[:length]
             parent = None if above == NO_PARENT else loaded[above]
             record = Record(key, parent, place, generation, checksum, ready, durable)
@@ -475,9 +489,9 @@ class Loading:
             insert(record, parent)
             if leaf:  # the others enter the order when they have become leaves
                 touch(record)
-        return int(generation)
+        self.newest = generation
 
-    def refuse(self, refused: list[tuple[bytes, int, str]]) -> None:
+    def _refuse(self, refused: list[tuple[bytes, int, str]]) -> None:
         """Have rows that stand for nothing taken out of the index file: key, place, cause."""
         for key, place, cause in refused:
             self._space.counts["unreachable" if cause == "unreachable" else "foreign"] += 1
@@ -489,7 +503,7 @@ class Loading:
                 self._space.held[place >> 32][place & POSITION] = ghost
                 self._space.leaving += 1
 
-    def end(self) -> Iterator[None]:
+    def _end(self) -> Iterator[None]:
         """All records are in: the other slots are free. Yields now and then."""
         space = self._space
         for key in self.unwanted:

@@ -1,8 +1,8 @@
 """What a start finds in a directory: the index, the extents that it names, and all its records.
 
-The tables are read at once. The records come namespace by namespace, in slices, so that the tier
-serves meanwhile what is there. Should the process that sends them end, they go on from where they
-were. Only an index that is damaged beyond doubt is set aside, and the tier starts empty.
+The tables are read at once. The records come namespace by namespace, in pages, so that the tier
+serves meanwhile what is there. Only an index that is damaged beyond doubt is set aside, and the
+tier starts empty.
 
 A tier that was off comes back the way a store starts: the directory is locked, the index opened,
 and all its records are read and checked. What was not durable when it went off is lost.
@@ -24,8 +24,8 @@ from kvstore.core.errors import TierIOError
 from tiers.nvme.block_io import TaskThread
 from tiers.nvme.directory import Directory
 from tiers.nvme.files import stride_of
-from tiers.nvme.index_client import IndexClient, IndexDamagedError, IndexProcessDiedError
-from tiers.nvme.messages import FOLDER, Commit, Load, Loaded
+from tiers.nvme.index_client import IndexClient, IndexDamagedError
+from tiers.nvme.messages import FOLDER, Commit, Page
 from tiers.nvme.namespace import DiskNamespace, Loading
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOAD_S = 0.006  # of each poll
-RETRY_S = 0.5
 
 
 def blocks_max_of(capacity_bytes: int) -> int:
@@ -157,47 +156,26 @@ class Startup:
         """Load each namespace. Yields after each step whether it waits for something."""
         while self._todo:
             space = self._todo[0]
-            while space.loading is not None:  # which clear() ends, too
-                try:
-                    yield from self._load(space, space.loading, keeper)
-                except IndexProcessDiedError as exc:  # of what, the next one says
-                    log.error(
-                        "reading the index of %s resumes in %.1f s: %s",
-                        self._volume.path,
-                        RETRY_S,
-                        exc,
-                    )
-                    retry_s = time.monotonic() + RETRY_S
-                    while time.monotonic() < retry_s:
-                        yield True
+            while space.dismantling:
+                yield True
+            if space.loading is not None:
+                yield from self._load(space, space.loading, keeper)
             self._todo.popleft()
 
     def _load(self, space: DiskNamespace, loading: Loading, keeper: TaskThread) -> Iterator[bool]:
-        """Load what has not come yet; what comes after clear() is not taken in."""
-        while space.dismantling:
-            yield True
-        if space.loading is None:
-            return
-        request = Load(space.digest, space.slot_bytes, space.slot_counts, skip=len(loading.loaded))
-        begun: list[Exception | None] = []
-        keeper.submit(
-            lambda: self.index_client.load(request), lambda exc, _now_s: begun.append(exc)
-        )
-        while not begun:
-            yield True
-        if begun[0] is not None:
-            raise begun[0] if isinstance(begun[0], TierIOError) else TierIOError(str(begun[0]))
-        while not isinstance(message := self.index_client.take(), Loaded):
-            if message is not None and space.loading is not None:
-                self.generation = max(self.generation, loading.take(message) + 1)
-            yield message is None
-        if space.loading is None:
-            return
-        loading.refuse(message.refused)
-        for _ in loading.end():
-            yield False
-            if space.loading is None:
-                return
+        """Take in pages until the last one, or until clear() comes."""
+        pages = self.index_client.records(space.digest, space.slot_bytes, space.slot_counts)
+        page = Page()
+        while space.loading is loading:
+            coming = _asked_for(pages, keeper)  # while this one is taken in
+            for _ in loading.take(page):
+                yield False
+            while not coming:
+                yield True
+            if isinstance(coming[0], Exception):
+                raise coming[0]
+            page = coming[0]
+        self.generation = max(self.generation, loading.newest + 1)
 
     def closing(self) -> Callable[[], None]:
         """Return what stops to read, and closes the index and the extents that are here now."""
@@ -212,6 +190,20 @@ class Startup:
                 file.close()
 
         return close
+
+
+def _asked_for(pages: Iterator[Page], keeper: TaskThread) -> list[Page | Exception]:
+    """Have the next page read; it, or what went wrong, will be in the list."""
+    coming: list[Page | Exception] = []
+
+    def read() -> Page:
+        try:
+            return next(pages, Page())
+        except OSError as exc:
+            raise TierIOError(str(exc)) from exc
+
+    keeper.submit(read, lambda found, _now_s: coming.append(found))
+    return coming
 
 
 def set_aside(folder: Path) -> Path:
