@@ -18,7 +18,7 @@ from kvstore.core.types import LookupResult
 from tests.harness.live import eventually
 from tests.harness.nvme_blocks import Shelf, key, shelf
 from tests.harness.nvme_trouble import wait, wait_for
-from tiers.nvme import NvmeDisk, disk, index_client, startup
+from tiers.nvme import NvmeDisk, attached, index_client
 from tiers.nvme.index_client import IndexClient, IndexProcess
 from tiers.nvme.messages import FOLDER, Answer, Commit, Load, Page, Request
 
@@ -32,13 +32,13 @@ shelf = Shelf(NvmeDisk(settings_for(Path(sys.argv[1]))))
 shelf.settle()
 shelf.put(1, 0, 5)
 shelf.settle()
-print(shelf.disk.opening.index_client.process.pid, flush=True)
+print(shelf.disk.attached.index.process.pid, flush=True)
 time.sleep(60)
 """
 
 
 def pid_of(found: Shelf) -> int:
-    process = found.disk.opening.index_client.process
+    process = found.disk.attached.index.process
     assert process is not None
     return process.pid
 
@@ -90,7 +90,7 @@ def test_records_go_on_where_the_process_that_sent_them_was_killed(
 def test_S2_records_are_no_answer_to_a_commit(
     empty: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = empty.disk.opening.index_client
+    client = empty.disk.attached.index
     with monkeypatch.context() as patched:
         patched.setattr(IndexProcess, "ask", lambda *_: Page())
         with pytest.raises(TierIOError, match="Page is no answer"):
@@ -106,7 +106,7 @@ def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) ->
         first = pid_of(found)
         freeze(first)
         found.put(2, 0, 5)
-        wait(found, lambda: found.disk._commits.under_way)
+        wait(found, lambda: found.disk.attached.commits.under_way)
         time.sleep(0.2)  # for the data to be synced first
         os.kill(first, signal.SIGKILL)
         assert found.whole(1, 5)
@@ -247,11 +247,11 @@ def test_a_process_that_outlives_its_store_keeps_the_directory(
     pid = index_pid(store)
     freeze(pid)  # as if its disk did
     end(store)
-    monkeypatch.setattr(disk, "LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr(attached, "LOCK_WAIT_S", 0.2)
     with pytest.raises(ConfigError, match=f"process id {store.pid} or what is left of it"):
         NvmeDisk(settings)
     os.kill(pid, signal.SIGCONT)
-    monkeypatch.setattr(disk, "LOCK_WAIT_S", 5.0)
+    monkeypatch.setattr(attached, "LOCK_WAIT_S", 5.0)
     with shelf(settings) as after:
         assert after.whole(1, 5)
 
@@ -311,7 +311,7 @@ def test_clear_while_records_are_asked_for_leaves_those_of_others_alone(
 def test_clear_between_two_parts_of_records_clears_those_to_come(
     settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "LOAD_S", 0.0)
+    monkeypatch.setattr(attached, "LOAD_S", 0.0)
     monkeypatch.setattr("tiers.nvme.namespace._ROWS", 100)
     with shelf(settings) as before:
         before.fill(100)

@@ -21,7 +21,7 @@ import lmdb
 import pytest
 
 from kvstore.core.errors import check
-from tiers.nvme import block_io, disk, files, index_client, startup
+from tiers.nvme import attached, block_io, disk, files, index_client
 from tiers.nvme.index_client import IndexClient, IndexProcess
 from tiers.nvme.index_server import IndexServer
 from tiers.nvme.messages import FOLDER, Answer, Commit, Request
@@ -260,7 +260,7 @@ class Platter:
         monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), **calls}))
         clock = SimpleNamespace(monotonic=self._monotonic, sleep=self._sleep)
         monkeypatch.setattr(disk, "time", clock)
-        monkeypatch.setattr(startup, "time", clock)
+        monkeypatch.setattr(attached, "time", clock)
         monkeypatch.setattr(index_client, "IndexProcess", self._process)
         monkeypatch.setattr(block_io, "time", clock)
         monkeypatch.setattr(block_io, "Runner", self._runner)

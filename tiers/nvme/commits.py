@@ -14,6 +14,7 @@ from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import DiskNamespace
 
 if TYPE_CHECKING:
+    from tiers.nvme.attached import Attached
     from tiers.nvme.disk import NvmeDisk
 
 Batch = tuple[DiskNamespace, list[Record], list[Record]]
@@ -23,8 +24,9 @@ NEVER = float("inf")
 class Commits:
     """One commit at a time, on the keeper's thread."""
 
-    def __init__(self, disk: NvmeDisk) -> None:
+    def __init__(self, disk: NvmeDisk, attached: Attached) -> None:
         self._disk = disk
+        self._attached = attached
         self._window_s = disk.settings.durability_ns / 1e9
         self._since_s = NEVER  # the oldest change that is in no commit
         self._hurry = False
@@ -37,7 +39,7 @@ class Commits:
     @property
     def pending(self) -> bool:
         """Tell whether there is anything that is in no commit."""
-        return any(space.pending for space in self._disk.awake)
+        return any(space.pending for space in self._attached.awake)
 
     @property
     def due_at_s(self) -> float:
@@ -50,7 +52,7 @@ class Commits:
             self._since_s = min(self._since_s, now_s)
         else:
             self._since_s, self._hurry = NEVER, False
-        if not self._disk.health.writable or self._disk.opening.loading:
+        if not self._disk.health.writable or self._attached.loading:
             return
         due = self.pending and (self._hurry or now_s >= self._since_s + self._window_s)
         if due and not self.under_way:
@@ -58,7 +60,7 @@ class Commits:
 
     def _begin(self) -> None:
         self._since_s, self._hurry, self.under_way = NEVER, False, True
-        spaces = self._disk.awake
+        spaces = self._attached.awake
         # The index clears first: the puts that are taken next were stored after the clear.
         cleared = [space.digest for space in spaces if space.take_clear()]
         batches = [(s, s.take_puts(), s.take_deletes()) for s in spaces]
@@ -72,14 +74,14 @@ class Commits:
         def work() -> None:
             for file in files:
                 file.sync()
-            self._disk.opening.index_client.commit(changes)
+            self._attached.index.commit(changes)
 
         self._disk.keeper.submit(work, partial(self._ended, batches))
 
     def _ended(self, batches: list[Batch], error: Exception | None, now_s: float) -> None:
         self.under_way = False
         for space, puts, deletes in batches:
-            self._disk.wake(space)
+            self._attached.wake(space)
             space.committed(puts, deletes, ok=error is None)
         if error is not None:
             self._disk.write_failed("a commit", error, now_s)

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.index import State
+from tiers.nvme.attached import set_aside, spaces_of
 from tiers.nvme.directory import EXTENT, Directory
 from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, allow_files, stride_of
 from tiers.nvme.fsck_report import Amount, FsckReport, Repair
@@ -28,7 +29,6 @@ from tiers.nvme.index import Record
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
 from tiers.nvme.messages import FOLDER, RECORD_BYTES, Commit
 from tiers.nvme.namespace import POSITION, DiskNamespace, Loading
-from tiers.nvme.startup import set_aside, spaces_of
 from tiers.nvme.tier import RUN_BYTES_MAX
 
 LOCK_WAIT_S = 1.0
@@ -51,7 +51,10 @@ def examine(
     """
     refuse_others(folder)
     volume = Directory(folder)
-    volume.open(LOCK_WAIT_S)
+    try:
+        volume.open(LOCK_WAIT_S)
+    except OSError as exc:
+        raise ConfigError(f"{folder}: cannot be used: {exc.strerror}") from exc
     report = FsckReport(str(folder))
     known = Known(volume, report)
     try:

@@ -35,14 +35,13 @@ class Sorted:
         self._counts = counts
 
     def sort(self, chunks: Iterable[list[bytes]]) -> Iterator[None]:
-        """Read key, value, key, value, ..., and sort all. Yields after each second or less."""
+        """Read key, value, key, value, ..., and sort all. Yields now and then."""
         packed = [(np.zeros(0, "S1"), np.zeros(0, np.uint16), np.zeros(0, _FIELDS))]
         for chunk in chunks:
             packed.append(self._pack(chunk))
             yield
         keys, lengths, values = map(np.concatenate, zip(*packed, strict=True))
         packed.clear()
-        yield
         order = np.argsort(values["generation"], kind="stable")
         keys, lengths, values = keys[order], lengths[order], values[order]
         yield
@@ -54,8 +53,8 @@ class Sorted:
         yield
         parents = _parents(values, owners, places)
         yield
-        for _ in _cut_off(values["above"], parents, causes):
-            yield
+        _cut_off(values["above"], parents, causes)
+        yield
         good = np.flatnonzero(causes == _OK)
         self.refused += [
             (
@@ -65,7 +64,6 @@ class Sorted:
             )
             for at in np.flatnonzero(causes != _OK)
         ]
-        yield
         position = np.full(len(values) + 1, NO_PARENT, np.uint32)
         position[good] = np.arange(len(good), dtype=np.uint32)
         self._keys, self._lengths, self._values = keys[good], lengths[good], values[good]
@@ -150,8 +148,8 @@ def _parents(values: NDArray[np.void], owners: Places, places: Numbers) -> Place
     return np.where((places[at] == values["above"]) & older, parents, none)
 
 
-def _cut_off(above: Numbers, parents: Places, causes: Places) -> Iterator[None]:
-    """Mark what has no way to a root. Yields now and then."""
+def _cut_off(above: Numbers, parents: Places, causes: Places) -> None:
+    """Mark what has no way to a root."""
     lost = (above != NOWHERE) & (parents == len(parents))
     bad = np.append((causes != _OK) | lost, False)
     ancestor = np.append(parents, len(parents))
@@ -160,5 +158,4 @@ def _cut_off(above: Numbers, parents: Places, causes: Places) -> Iterator[None]:
         if (ancestor == len(parents)).all():
             break
         bad, ancestor = wider, ancestor[ancestor]
-        yield
     causes[bad[:-1] & (causes == _OK)] = _UNREACHABLE

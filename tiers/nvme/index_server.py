@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 1 << 20
 _CHUNK_ROWS = 1 << 15
+_STEPS_S = 1.0  # of one answer: what does not answer for ten counts as hanging
 _TABLES_MAX = 1 << 14  # that a process opens; the next one opens those that have an extent
 _ROW_BYTES_MIN = 16  # of the file: no table has more rows than it has room for
 _NOT_ITS_FAULT = (  # they say something about the machine, or about an error before
@@ -312,7 +314,7 @@ class IndexServer:
             return failed(exc)
 
     def _page(self, file: IndexFile, request: Load) -> Page:
-        """Return the next records; none while they are still read and sorted, a step each time."""
+        """Return the next records; none while they are still read and sorted for long."""
         # It takes as long as all else here, and a store that starts empty needs none of it.
         from tiers.nvme.index_load import Sorted  # noqa: PLC0415
 
@@ -320,8 +322,10 @@ class IndexServer:
             self._digest = request.digest
             self._sorted = Sorted(request.slot_bytes, request.counts)
             self._steps = self._sorted.sort(file.rows(request.digest))
+        end_s = time.monotonic() + _STEPS_S
         for _ in self._steps:
-            return Page()
+            if time.monotonic() > end_s:
+                return Page()
         return self._sorted.page(request.first, request.most)
 
     def _open(self, request: Open) -> Opened:
