@@ -18,7 +18,7 @@ import pytest
 
 from kvstore.core.errors import ConfigError
 from tests.harness.nvme_blocks import SLOT_BYTES, key, settings_for, shelf
-from tests.harness.nvme_damage import change_table
+from tests.harness.nvme_damage import change_table, opened
 from tests.harness.nvme_trouble import wait, wait_for
 from tiers.nvme import NvmeDisk
 from tiers.nvme.index_server import IndexFile, failed, is_damage
@@ -104,6 +104,16 @@ def test_S2_a_format_with_flipped_bits_is_damage_and_another_one_is_not(folder: 
     index_of(folder).write_bytes(data.replace(FORMAT, b"x" * len(FORMAT)))
     with pytest.raises(ConfigError, match="use another directory"):
         NvmeDisk(settings_for(folder))
+
+
+def test_an_index_of_the_first_format_is_set_aside(folder: Path) -> None:
+    index_of(folder).unlink()
+    for table in (b"meta", b"namespaces", b"extents", b"blocks"):
+        with opened(settings_for(folder), table) as (txn, found):
+            txn.put(b"format", b"kvstore-nvme-1", db=found)
+    with shelf(settings_for(folder)) as after:
+        assert after.keys() == []
+    assert list(folder.glob("index.damaged*"))
 
 
 def test_S2_a_table_whose_name_has_a_flipped_bit_is_damage(folder: Path) -> None:

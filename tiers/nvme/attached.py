@@ -226,9 +226,10 @@ class Attached:
                 yield False
             while not coming:
                 yield True
-            if isinstance(coming[0], Exception):
-                raise coming[0]
-            page = coming[0]
+            (found,) = coming
+            if isinstance(found, Exception):
+                raise found if isinstance(found, TierIOError) else TierIOError(str(found))
+            page = found
         self.generation = max(self.generation, loading.newest + 1)
 
     def closing(self, last: Commit | None = None) -> Callable[[], None]:
@@ -254,14 +255,7 @@ class Attached:
 def _asked_for(pages: Iterator[Page], keeper: TaskThread) -> list[Page | Exception]:
     """Have the next page read; it, or what went wrong, will be in the list."""
     coming: list[Page | Exception] = []
-
-    def read() -> Page:
-        try:
-            return next(pages, Page())
-        except OSError as exc:
-            raise TierIOError(str(exc)) from exc
-
-    keeper.submit(read, lambda found, _now_s: coming.append(found))
+    keeper.submit(lambda: next(pages, Page()), lambda found, _now_s: coming.append(found))
     return coming
 
 

@@ -66,6 +66,7 @@ _NOT_ITS_FAULT = (  # they say something about the machine, or about an error be
     lmdb.ReadonlyError,
 )
 _OTHER_VERSION = "LMDB data format"
+_FIRST_FORMAT = b"namespaces"  # a table that only that one had
 FORMAT_BITS = 4
 """Another version's format differs from ours in more bits; in fewer, these have flipped."""
 
@@ -186,8 +187,8 @@ class IndexFile:
         found: its format; names: its tables.
         """
         if found is None and names - {META, EXTENTS}:
-            if any(name.startswith((META, EXTENTS, BLOCKS)) for name in names):
-                raise lmdb.CorruptedError(f"table {META!r} is missing or empty")
+            if any(name.startswith((META, EXTENTS, BLOCKS, _FIRST_FORMAT)) for name in names):
+                raise lmdb.CorruptedError(f"no table {META!r}, or an empty one")
             raise OtherFormatError(f"{path}: an LMDB file, but not an index of kvstore")
         if found not in (None, FORMAT):
             if _bits_apart(found, FORMAT) <= FORMAT_BITS:
