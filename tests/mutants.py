@@ -264,15 +264,14 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("turns -k S4_a_namespace_wakes_when_its_memory", "self._wake(donor)"),
     ),
     "tiers/nvme/disk.py": (
-        ("nvme_failing -k removal_failed", "self.room.start_over()"),
         (
-            "turns -k S4_what_is_written",
-            "self.wake(space)\n            self._commits.",
-            "self._commits.",
+            "nvme_failing -k removal_failed",
+            "fresh.succeed(old)",
+            "fresh.succeed(old)\n        fresh.room = old.room",
         ),
         (
             "turns -k asks_nothing",
-            "if now_s < self._idle_until_s and not (under_way or self.visits):",
+            "if now_s < self._idle_until_s and not (under_way or self.attached.visits):",
         ),
     ),
     "connectors/store_connection.py": (
@@ -281,8 +280,27 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "connectors/vllm_identity.py": (
         ("engine/length -x", "decided_by_length(model, code, length) for length in lengths", ""),
     ),
-    "tiers/nvme/startup.py": (
-        ("nvme_failing -k damaged_before", "fresh.open(damage)", "fresh.open()"),
+    "tiers/nvme/attached.py": (
+        (
+            "turns -k S4_what_is_written",
+            "self.wake(space)\n            self.commits.",
+            "self.commits.",
+        ),
+        (
+            "nvme_process -k newer_than",
+            "self.generation = max(self.generation, loading.newest + 1)",
+            "pass",
+        ),
+    ),
+    "tiers/nvme/index_server.py": (
+        (
+            "nvme_namespace -k stored_after_a_clear",
+            "txn.drop(self._table(txn, digest), delete=False)",
+            "pass",
+        ),
+    ),
+    "tiers/nvme/remount.py": (
+        ("nvme_failing -k damaged_before", "old.directory.id, old.damage", "old.directory.id"),
     ),
     "kvstore/handover/links.py": (
         ("peer_limits -k S2_what_names", 'self._channel.counts["undialled"] += 1'),

@@ -25,7 +25,7 @@ from tests.harness.nvme_platter import DELAY_S, Platter, ProcessHere
 from tiers.nvme import NvmeDisk
 from tiers.nvme.index import DiskIndex, Record
 from tiers.nvme.index_client import IndexProcess
-from tiers.nvme.messages import NUMBER, Commit
+from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import DiskNamespace
 
 MIB = 1 << 20
@@ -92,7 +92,8 @@ class Campaign:
 
     def _commit(self, changes: Commit, planned_s: float) -> None:
         """It is on disk; what has begun to leave since the commit was planned counts as gone."""
-        names = {NAMES[BlockKey(key[NUMBER.size :])] for key, _ in changes.puts}
+        rows = itertools.chain.from_iterable(changes.puts.values())
+        names = {NAMES[BlockKey(key)] for key, _ in rows}
         self._committed |= {name for name in names if self._gone_s.get(name, 0.0) < planned_s}
         late = self._stored_before(planned_s) - self._committed
         if changes.puts and late:
@@ -191,11 +192,11 @@ def go_on(loads: list[Load]) -> None:
 
 def abandon(disk: NvmeDisk) -> None:
     """Let go of what a process without power would have open."""
-    disk.opening.index_client.close()
+    disk.attached.index.close()
     for space in disk.spaces:
         for file in space.extents.values():
             file.close()
-    disk.volume.close()
+    disk.attached.directory.close()
 
 
 @pytest.fixture
@@ -216,10 +217,10 @@ def run(seed: int, folder: Path, platter: Platter, monkeypatch: pytest.MonkeyPat
 
     clear = DiskNamespace.clear
 
-    def watched_clear(space: DiskNamespace, number: int) -> None:
+    def watched_clear(space: DiskNamespace) -> None:
         for each in space.index:
             campaign.gone(NAMES[each.key])
-        clear(space, number)
+        clear(space)
 
     monkeypatch.setattr(DiskIndex, "take_subtree", watched)
     monkeypatch.setattr(DiskNamespace, "clear", watched_clear)

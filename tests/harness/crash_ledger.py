@@ -17,8 +17,7 @@ import xxhash
 from kvstore.core.types import BlockKey
 from tests.harness.crash_engine import Truth
 from tiers.nvme.files import ExtentFile, stride_of
-from tiers.nvme.index_server import TABLES
-from tiers.nvme.messages import FOLDER, NAMESPACE, NOWHERE, NUMBER, VALUE
+from tiers.nvme.messages import BLOCKS, EXTENTS, FOLDER, NOWHERE, NUMBER, VALUE
 
 HARMLESS = {"evicted", "resize"}
 SLACK_S = 0.1
@@ -134,8 +133,10 @@ class Place(NamedTuple):
 
 def read_index(path: Path) -> dict[bytes, list[tuple[bytes, bytes]]]:
     """Return the rows of each table."""
-    with lmdb.open(str(path), readonly=True, max_dbs=len(TABLES), lock=False) as env:
-        tables = {name: env.open_db(name, create=False) for name in TABLES}
+    with lmdb.open(str(path), readonly=True, max_dbs=64, lock=False) as env:
+        with env.begin() as txn:
+            names = [bytes(name) for name, _ in txn.cursor()]
+        tables = {name: env.open_db(name, create=False) for name in names}
         with env.begin() as txn:
             return {
                 name: [(bytes(key), bytes(value)) for key, value in txn.cursor(table)]
@@ -148,27 +149,21 @@ def read_directory(folder: Path, truth: Mapping[BlockKey, Truth]) -> dict[Name, 
     if not (folder / FOLDER / "data.mdb").exists():
         return {}
     tables = read_index(folder / FOLDER)
-    spaces = {
-        number: (digest.decode(), size)
-        for digest, value in tables[b"namespaces"]
-        for number, size in [NAMESPACE.unpack(value)]
-    }
-    owners = {
-        NUMBER.unpack(number)[0]: NUMBER.unpack(owner)[0] for number, owner in tables[b"extents"]
-    }
+    owners: dict[int, str] = {}  # of extents
+    sizes: dict[int, int] = {}  # of their slots
+    for row, value in tables[EXTENTS]:
+        (number,), (sizes[number],) = NUMBER.unpack(row), NUMBER.unpack_from(value)
+        owners[number] = value[NUMBER.size :].decode()
     places: dict[tuple[str, int], tuple[BlockKey, int]] = {}  # -> key, generation
     above_of: dict[Name, int] = {}
     found: dict[Name, Place] = {}
-    for row, value in tables[b"blocks"]:
-        number = NUMBER.unpack_from(row)[0]
-        if number not in spaces:
-            continue  # of before a clear, and not purged yet
-        digest, size = spaces[number]
-        key = BlockKey(row[NUMBER.size :])
+    of_blocks = [name for name in tables if name.startswith(BLOCKS)]
+    for table, (row, value) in ((name, each) for name in of_blocks for each in tables[name]):
+        digest, key = table.removeprefix(BLOCKS).decode(), BlockKey(row)
         place, above, generation, _, payload = VALUE.unpack(value)
         assert key in truth, f"a block that nobody has stored: {key.hex()}"
-        assert payload == size
-        assert owners[place >> 32] == number, "a block in another namespace's extent"
+        assert payload == sizes[place >> 32]
+        assert owners[place >> 32] == digest, "a block in another namespace's extent"
         assert (digest, place) not in places, "two blocks in one place"
         places[digest, place] = key, generation
         above_of[digest, key] = above
@@ -181,8 +176,7 @@ def read_directory(folder: Path, truth: Mapping[BlockKey, Truth]) -> dict[Name, 
             parent = places.get((digest, above))
             assert parent is not None, "unreachable: its parent is not on disk"
             assert parent[0] == expected, "it hangs below another block than its parent"
-    sizes = {number: size for number, (_, size) in spaces.items()}
-    check_bytes(folder, {number: sizes[owner] for number, owner in owners.items()}, found, truth)
+    check_bytes(folder, sizes, found, truth)
     return found
 
 

@@ -200,7 +200,7 @@ def _watch_leaving() -> None:
     _watch(
         DiskNamespace,
         "clear",
-        before=lambda space, _number: WATCH.say(f"cleared {space.digest}"),
+        before=lambda space: WATCH.say(f"cleared {space.digest}"),
         after=lambda *_: WATCH.reach("clear"),
     )
 
