@@ -314,7 +314,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/handover/peers.py": (
         ("barriers -k S2_nothing_stays", "self.producer.request_leases.clear()"),
-        ("barriers -k S2_nothing_stays", "        if self.off:\n            return\n", ""),
+        (
+            "barriers -k S2_nothing_stays",
+            "if self.off:\n            return\n        for gone",
+            "for gone",
+        ),
         (
             "links -k reaches_itself",
             "message.agent == up.name:",
@@ -361,8 +365,8 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("tiering -k O11_O20", "and entry.state is not _WRITING:", "and entry.state is _READY:"),
         (
             "manager",
-            'if entry.slot in self.slots.retiring:\n            self.drop(entry.key, "resize")',
-            "",
+            "if entry.slot in retiring:",
+            "if False:",
         ),
         (
             "manager -k O15_damaged",
@@ -486,7 +490,10 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/handover/jobs.py": (("export", "if self.over:\n            return ()", ""),),
     "kvstore/handover/held_memory.py": (
-        ("export peers peer_limits -k 'held or B20 or cap'", "manager.unpin(entry)"),
+        (
+            "export peers peer_limits -k 'held or B20 or cap'",
+            "manager.unpin(filter(None, entries))",
+        ),
     ),
     "kvstore/handover/runs.py": (
         ("export -k S2_landing", "if max(slots, default=0) >= region.slots:"),
