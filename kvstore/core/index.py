@@ -309,9 +309,7 @@ class Index:
                 path.append(at)
                 at = at.parent
             path.reverse()
-            keys = [entry.key for entry in path]
-            size = chain.width + len(chain.suffixes[group])
-            if b"".join(keys) == chain.joined(group, end) and set(map(len, keys)) <= {size}:
+            if [entry.key for entry in path] == chain.keys(group, end):
                 return path, True
         return self._scan(chain, group, limit, also), False
 

@@ -48,11 +48,9 @@ def hit_of(indices: Sequence[int], entries: Sequence[Entry], generations: Genera
     """Name the slots of blocks; of what is coming, the generation once it can be read."""
     slots = [entry.slot for entry in entries]
     ages = [generations[slot] for slot in slots]
-    states = [entry.state for entry in entries]
-    if _COMING in states:
-        for at, state in enumerate(states):
-            if state is _COMING:
-                ages[at] = (ages[at] + 1) & 0xFFFFFFFF
+    for at, entry in enumerate(entries):
+        if entry.state is _COMING:
+            ages[at] = (ages[at] + 1) & 0xFFFFFFFF
     return GroupHit(indices, slots, ages)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Iterable
-from itertools import chain as chained
 from typing import NewType, cast
 
 import msgspec
@@ -59,12 +58,6 @@ class Chain:
         width, suffix = self.width, self.suffixes[group]
         hashes = struct.iter_unpack(f"{width}s", self.packed[: count * width])
         return [BlockKey(name + suffix) for (name,) in hashes]
-
-    def joined(self, group: int, count: int) -> bytes:
-        """Return the keys of the first blocks in one group, one behind the other."""
-        width, suffix = self.width, self.suffixes[group]
-        hashes = struct.iter_unpack(f"{width}s", self.packed[: count * width])
-        return suffix.join(chained.from_iterable(hashes)) + suffix if count else b""
 
     def keys_at(self, group: int, indices: Iterable[int]) -> list[BlockKey]:
         """Name some blocks in one group."""
