@@ -273,8 +273,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "tiers/nvme/namespace.py": (("checksums -k O15", " + self.digest.encode()", ""),),
     "kvstore/core/manager.py": (
         ("manager", "(above is None or above.state is not _READY):", "above is None and False:"),
-        ("manager -k O20_each_grant", "generations[slot] = (generations[slot] + 1) & 0xFFFFFFFF"),
-        ("tiering manager -k O15_O20", "._grow_generation(slot, 2)", "._grow_generation(slot, 1)"),
+        ("tiering manager -k O15_O20", ".slots.age(slot, 2)", ".slots.age(slot, 1)"),
         (
             "manager -k O20_a_lease_holds",
             "run, path = runs[group]",
@@ -292,8 +291,8 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         (
             "manager -k O20_a_leased_path",
-            "self.leases.pin_all()\n        for slot, entry in self._granted",
-            "for slot, entry in self._granted",
+            "self.leases.pin_all()\n        for slot, entry in self.slots.granted",
+            "for slot, entry in self.slots.granted",
         ),
         (
             "manager -k O20_a_leased_path",
@@ -303,14 +302,15 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("tiering -k O11_O20", "and entry.state is not _WRITING:", "and entry.state is _READY:"),
         (
             "manager",
-            'if entry.slot in self._retiring:\n            self.drop(entry.key, "resize")',
+            'if entry.slot in self.slots.retiring:\n            self.drop(entry.key, "resize")',
             "",
         ),
         (
             "manager -k O15_damaged",
-            "if entry.slot in bad and entry.state is _READY and self._is_here(entry):",
+            "if entry.slot in bad and entry.state is _READY and self.index.holds(entry):",
         ),
     ),
+    "kvstore/core/slots.py": (("manager -k O20_each_grant", "self.age(slot, 1)"),),
     "kvstore/core/leases.py": (
         (
             "manager -k O20_a_leased_block",

@@ -57,8 +57,7 @@ class Forest:
 
     def gone(self, entry: Entry) -> None:
         self.index.remove(entry)
-        if entry.parent is not None:
-            self.policy.freed(entry.parent)
+        self.policy.freed(entry.parent)
 
     def evict(self) -> str | None:
         entry = next(self.policy.victims(), None)

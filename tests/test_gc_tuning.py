@@ -37,7 +37,7 @@ def test_old_objects_are_left_out_of_collections_and_few_are_young() -> None:
 def test_what_leaves_a_manager_is_freed_without_a_collection() -> None:
     rng = random.Random(1)
     manager = Manager([GroupRule(), GroupRule(2)], defaultdict(int))
-    manager.add_slots([Slot(number) for number in range(40)])
+    manager.slots.add([Slot(number) for number in range(40)])
     gc.collect()
     gc.disable()
     try:

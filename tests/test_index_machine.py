@@ -127,8 +127,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.exact = self.exact and not self.children(name)
             self.index.remove(entry)
             del self.model[name]
-            if entry.parent is not None:
-                self.order.freed(entry.parent)
+            self.order.freed(entry.parent)
 
     @rule(name=PATHS)
     def use(self, name: str) -> None:
@@ -164,8 +163,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.order.inherit(entry)
         self.index.remove(entry)
         del self.model[name]
-        if entry.parent is not None:
-            self.order.freed(entry.parent)
+        self.order.freed(entry.parent)
 
     @rule(name=PATHS, of=st.none() | PATHS, blocks=st.integers(-2, 8), fork=st.integers(-2, 8))
     def mislead(self, name: str, of: str | None, blocks: int, fork: int) -> None:

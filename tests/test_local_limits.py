@@ -305,7 +305,7 @@ def test_O23_a_worker_that_says_what_is_no_message_keeps_its_slots_until_it_clos
         session = store.server.store.sessions["bad"]
         assert session.granted
         (namespace,) = store.server.store.namespaces.values()
-        free = namespace.manager.slots_free
+        free = len(namespace.manager.slots.free)
         bad.worker.sock.sendall(struct.pack("<I", 3) + b"bad")
         bad.worker.read_to_end()
         bad.scheduler.take(p.Detach)
@@ -316,9 +316,9 @@ def test_O23_a_worker_that_says_what_is_no_message_keeps_its_slots_until_it_clos
         with engine(store, "good", page_bytes=1 << 16) as good:
             good.put(hashes(1))
             assert session.granted
-            assert set(session.granted) <= set(namespace.manager.granted())
+            assert set(session.granted) <= set(namespace.manager.slots.granted)
         bad.worker.close()
-        eventually(lambda: namespace.manager.slots_free >= free)
+        eventually(lambda: len(namespace.manager.slots.free) >= free)
 
 
 def bad_credits(engine: LiveEngine) -> list[int]:

@@ -33,7 +33,7 @@ class Rig:
     def __init__(self, slots: int = 8, rules: Sequence[GroupRule] = (FULL,)) -> None:
         self.generations: dict[int, int] = defaultdict(int)
         self.manager = Manager(rules, self.generations)
-        self.manager.add_slots([Slot(number) for number in range(slots)])
+        self.manager.slots.add([Slot(number) for number in range(slots)])
 
     def grant(self, count: int = 1) -> list[Slot]:
         return self.manager.prepare_store(count)
@@ -66,7 +66,7 @@ class Rig:
         return outcome
 
     def probe(self, of: Chain, index: int = 0) -> LookupResult:
-        return self.manager.probe(of.key(0, index))
+        return self.manager.index.probe(of.key(0, index))
 
 
 # FREE -> GRANTED
@@ -77,7 +77,7 @@ def test_slots_are_granted_lowest_first_and_no_more_than_there_are() -> None:
     assert rig.grant(2) == [0, 1]
     assert rig.grant(5) == [2]
     assert rig.grant(1) == []
-    assert (rig.manager.slots_free, rig.manager.slots_granted) == (0, 3)
+    assert (len(rig.manager.slots.free), len(rig.manager.slots.granted)) == (0, 3)
 
 
 def test_O20_each_grant_of_a_slot_gives_it_a_new_generation() -> None:
@@ -124,7 +124,7 @@ def test_O2_a_block_is_pending_while_written_then_a_hit() -> None:
     assert rig.manager.complete_store(slot, ok=True) is StoreOutcome.STORED
     assert rig.probe(blocks) is LookupResult.HIT
     assert rig.manager.lookup(blocks, 1) == Answer(1)
-    assert slot not in rig.manager.granted()
+    assert slot not in rig.manager.slots.granted
 
 
 def test_O16_what_becomes_ready_and_what_leaves_is_told_once_in_order() -> None:
@@ -165,7 +165,7 @@ def test_a_block_without_its_parent_is_an_orphan() -> None:
     slot = rig.begin(blocks, 1)
     assert rig.probe(blocks, 1) is LookupResult.MISS
     assert rig.manager.complete_store(slot, ok=True) is StoreOutcome.ORPHAN
-    assert (rig.manager.slots_free, len(rig.manager.index)) == (2, 0)
+    assert (len(rig.manager.slots.free), len(rig.manager.index)) == (2, 0)
 
 
 def test_a_block_is_no_orphan_when_its_parent_came_while_it_was_written() -> None:
@@ -367,7 +367,7 @@ def test_retired_slots_leave_at_once_when_nothing_uses_them() -> None:
     rig, blocks = Rig(4), chain(2)
     rig.put(blocks)
     assert rig.manager.retire_slots([Slot(1), Slot(2)]) == 0
-    assert (rig.manager.slots_total, rig.manager.slots_used) == (2, 1)
+    assert (rig.manager.slots.total, rig.manager.slots.used) == (2, 1)
     assert rig.manager.lookup(blocks, 2) == Answer(1)
     assert sorted(rig.grant(4)) == [0, 3]
     assert rig.manager.evictions["resize"] == 1
@@ -379,12 +379,12 @@ def test_retired_slots_wait_for_leases_and_for_credits() -> None:
     lease, (credit,) = rig.lease(blocks), rig.grant()
     both = [Slot(0), Slot(1)]
     assert rig.manager.retire_slots(both) == 2
-    assert (rig.manager.slots_total, rig.manager.slots_used) == (0, 0)
+    assert (rig.manager.slots.total, rig.manager.slots.used) == (0, 0)
     rig.manager.complete_load(lease.lease_id)
     assert rig.manager.retire_slots(both) == 1
     rig.manager.give_back([credit])
     assert rig.manager.retire_slots(both) == 0
-    assert (rig.manager.slots_total, rig.manager.slots_free, rig.grant()) == (0, 0, [])
+    assert (rig.manager.slots.total, len(rig.manager.slots.free), rig.grant()) == (0, 0, [])
 
 
 def test_a_write_that_ends_in_a_retired_slot_does_not_keep_it() -> None:
@@ -446,7 +446,7 @@ def test_slots_are_retired_in_slices_and_none_is_left_behind() -> None:
     assert calls >= 2
     assert rig.manager.evictions["resize"] == 10_000
     assert all(rig.probe(each) is LookupResult.MISS for each in chains)
-    assert (rig.manager.slots_total, rig.manager.slots_free) == (0, 0)
+    assert (rig.manager.slots.total, len(rig.manager.slots.free)) == (0, 0)
 
 
 def test_a_slot_to_be_retired_is_not_granted_when_its_block_is_evicted_first() -> None:
@@ -456,7 +456,7 @@ def test_a_slot_to_be_retired_is_not_granted_when_its_block_is_evicted_first() -
     assert not slots & set(rig.grant(3000))
     while rig.manager.retire_slots(slots):
         pass
-    assert rig.manager.slots_total == 5001
+    assert rig.manager.slots.total == 5001
 
 
 # The ways to an answer against a scan: one full group is not looked up as many are

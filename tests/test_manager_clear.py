@@ -30,7 +30,7 @@ def test_a_clear_looks_at_no_stored_block_and_its_slices_at_so_many() -> None:
         now = blocks - rig.manager.evictions["clear"]
         assert 0 <= left - now <= CLEAR_MAX
         left, calls = now, calls + 1
-    assert (left, rig.manager.slots_used, rig.manager.slots_free) == (0, 0, blocks + 1)
+    assert (left, rig.manager.slots.used, len(rig.manager.slots.free)) == (0, 0, blocks + 1)
     assert calls >= 4
     assert sorted(rig.manager.take_changes().removed) == sorted(each.key(0, 0) for each in chains)
 
@@ -44,7 +44,7 @@ def test_what_is_stored_while_slots_come_back_is_kept_and_is_not_said_to_have_le
     finish(rig)
     assert rig.manager.lookup(blocks, 3) == Answer(3)
     assert rig.manager.take_changes().removed == []
-    assert rig.manager.slots_used == 3
+    assert rig.manager.slots.used == 3
 
 
 def test_cleared_blocks_make_room_before_any_other_goes() -> None:
@@ -65,13 +65,13 @@ def test_leased_blocks_keep_their_slots_until_the_lease_ends(*, swept_first: boo
     rig.manager.clear()
     if swept_first:
         finish(rig)
-        assert (rig.manager.slots_used, rig.manager.slots_free) == (2, 2)
+        assert (rig.manager.slots.used, len(rig.manager.slots.free)) == (2, 2)
     damaged = [Slot(slot) for slot in lease.groups[0].slots]
     rig.put(blocks)  # other copies: what was wrong with the old ones is not theirs
     rig.manager.complete_load(lease.lease_id, damaged)
     finish(rig)
     assert rig.manager.lookup(blocks, 2) == Answer(2)
-    assert (rig.manager.slots_used, rig.manager.slots_free) == (2, 2)
+    assert (rig.manager.slots.used, len(rig.manager.slots.free)) == (2, 2)
     assert len(rig.grant(4)) == 4, "cleared blocks are in the way of the order"
 
 
@@ -89,13 +89,13 @@ def test_what_was_coming_does_not_become_ready(*, ok: bool, lease_first: bool) -
     if lease_first:
         rig.manager.complete_load(lease.lease_id)
         assert slot not in rig.grant(3), "a tier is still writing into it"
-        rig.manager.give_back([Slot(s) for s in rig.manager.granted() if s != slot])
+        rig.manager.give_back([Slot(s) for s in rig.manager.slots.granted if s != slot])
     outcome = rig.arrive(slot, ok=ok)
     assert outcome is (StoreOutcome.ORPHAN if ok else StoreOutcome.FAILED)
     assert rig.generations[slot] == before + 2  # one that waits for it gives up
     if not lease_first:
         rig.manager.complete_load(lease.lease_id)
-    assert (rig.manager.slots_free, len(rig.manager.index)) == (3, 0)
+    assert (len(rig.manager.slots.free), len(rig.manager.index)) == (3, 0)
 
 
 def test_a_promotion_starts_again_while_the_cleared_one_is_under_way() -> None:
@@ -123,7 +123,7 @@ def test_a_second_clear_leaves_what_the_first_put_out_of_reach(*, ok: bool) -> N
     expected = StoreOutcome.STORED if ok else StoreOutcome.FAILED
     assert rig.manager.complete_store(written, ok=ok) is expected
     finish(rig)
-    assert rig.manager.slots_used == len(rig.manager.index) == int(ok)
+    assert rig.manager.slots.used == len(rig.manager.index) == int(ok)
 
 
 def test_slots_to_be_retired_wait_for_the_clear() -> None:
@@ -133,7 +133,7 @@ def test_slots_to_be_retired_wait_for_the_clear() -> None:
     assert rig.manager.retire_slots(slots) > 0
     finish(rig)
     assert rig.manager.retire_slots(slots) == 0
-    assert (rig.manager.slots_total, rig.manager.slots_free) == (0, 0)
+    assert (rig.manager.slots.total, len(rig.manager.slots.free)) == (0, 0)
 
 
 def test_a_store_goes_on_while_it_clears_and_answers_when_all_slots_are_free(
@@ -148,11 +148,11 @@ def test_a_store_goes_on_while_it_clears_and_answers_when_all_slots_are_free(
     town.say(admin, p.Query("clear"))
     town.say(other, p.Query("clear"))
     town.close(other)
-    used = [namespace.manager.slots_used]
+    used = [namespace.manager.slots.used]
     while not (answers := town.take(admin, p.Report)) and len(used) < 9:
         assert town.store.busy, "nobody would come back to it"
         town.tick()
-        used.append(namespace.manager.slots_used)
+        used.append(namespace.manager.slots.used)
     assert (len(answers), used[:4], used[-1]) == (1, [6, 4, 2, 0], 0)
     assert engine.hit(chain).lease == 0
     assert other not in town.inbox, "told, though it has closed"
@@ -166,7 +166,7 @@ def test_a_cleared_block_whose_lease_ends_does_not_come_back_into_the_order() ->
     rig.manager.complete_load(lease.lease_id)
     assert list(rig.manager._policy.victims()) == []
     finish(rig)
-    assert rig.manager.slots_free == 4
+    assert len(rig.manager.slots.free) == 4
 
 
 def test_O11_the_second_copy_of_a_block_knows_its_parent_after_a_clear() -> None:

@@ -69,7 +69,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for length in range(1, len(path) + 1):
             for group in range(groups):
                 key = chain_of(path[:length]).key(group, length - 1)
-                if self.manager.probe(key) is LookupResult.MISS:
+                if self.manager.index.probe(key) is LookupResult.MISS:
                     self.grant(1)
                 if None in self.granted.values():
                     self.begin(path[:length], group)
@@ -80,7 +80,7 @@ class ManagerMachine(RuleBasedStateMachine):
         first = max(self.slots, default=-1) + 1
         new = [Slot(number) for number in range(first, first + count)]
         if len(self.slots) < 10:
-            self.manager.add_slots(new)
+            self.manager.slots.add(new)
             self.slots.update(new)
 
     @rule(count=st.integers(1, 4))
@@ -110,9 +110,9 @@ class ManagerMachine(RuleBasedStateMachine):
         writing = [(slot, key) for slot, key in self.granted.items() if key is not None]
         slot, key = writing[-1 if last else 0]
         del self.granted[slot]
-        was_ready = self.manager.probe(key) is LookupResult.HIT
+        was_ready = self.manager.index.probe(key) is LookupResult.HIT
         parent = parent_of(key)
-        reachable = parent is None or self.manager.probe(parent) is LookupResult.HIT
+        reachable = parent is None or self.manager.index.probe(parent) is LookupResult.HIT
         outcome = self.manager.complete_store(slot, ok=ok)
         if not ok:
             assert outcome is StoreOutcome.FAILED
@@ -208,7 +208,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def brute_force(self, chain: Chain) -> Answer:
         def probe(group: int, index: int) -> LookupResult:
-            return self.manager.probe(chain.key(group, index))
+            return self.manager.index.probe(chain.key(group, index))
 
         return common_hit(RULES, probe, chain.blocks)
 
@@ -218,13 +218,13 @@ class ManagerMachine(RuleBasedStateMachine):
         cleared = [entry for index in manager._cleared for entry in index]
         assert all(entry.state is State.READY for entry in cleared)
         ready = [e.slot for e in (*manager.index, *cleared) if e.state is State.READY]
-        owned = [*manager._free, *self.granted, *ready, *manager._lingering]
+        owned = [*manager.slots.free, *self.granted, *ready, *manager.slots.lingering]
         assert len(owned) == len(set(owned))
-        assert set(owned) | manager._retiring >= self.slots >= set(owned)
-        in_use = {*self.granted, *ready, *manager._lingering} & manager._retiring
-        assert manager.slots_total == len(owned) - len(in_use)
-        assert not manager._retiring & set(manager._free)
-        assert manager.slots_granted == len(self.granted)
+        assert set(owned) | manager.slots.retiring >= self.slots >= set(owned)
+        in_use = {*self.granted, *ready, *manager.slots.lingering} & manager.slots.retiring
+        assert manager.slots.total == len(owned) - len(in_use)
+        assert not manager.slots.retiring & set(manager.slots.free)
+        assert len(manager.slots.granted) == len(self.granted)
 
     @invariant()
     def pins_are_those_of_leases_and_transfers(self) -> None:

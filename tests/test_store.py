@@ -51,7 +51,7 @@ def test_an_engine_is_active_when_all_its_parts_are_there_and_memory_is_mapped()
     assert phase(town, engine) is Phase.ACTIVE
     assert engine.active is not None
     (namespace,) = town.store.namespaces.values()
-    assert namespace.manager.slots_total == 8
+    assert namespace.manager.slots.total == 8
     assert len(engine.credits) > 0
     session = {message.session for message in (engine.active, *engine.layouts)}
     assert session == {town.store.sessions["engine"].number}
@@ -169,14 +169,14 @@ def test_O23_slots_of_a_dead_session_come_back_after_its_last_worker() -> None:
     town = Town()
     engine = town.attach(world=2)
     manager = next(iter(town.store.namespaces.values())).manager
-    credits_out = manager.slots_granted
+    credits_out = len(manager.slots.granted)
     assert credits_out > 0
     for connection in (engine.scheduler, *engine.workers):
-        assert manager.slots_granted == credits_out
+        assert len(manager.slots.granted) == credits_out
         town.close(connection)
         town.tick()
-    assert manager.slots_granted == 0
-    assert manager.slots_free == manager.slots_total
+    assert len(manager.slots.granted) == 0
+    assert len(manager.slots.free) == manager.slots.total
     assert not town.store.sessions
 
 
@@ -186,9 +186,9 @@ def test_O23_a_scheduler_that_sleeps_does_not_hold_the_slots() -> None:
     engine = town.attach(world=2)
     manager = next(iter(town.store.namespaces.values())).manager
     for worker in engine.workers:
-        assert manager.slots_granted > 0
+        assert len(manager.slots.granted) > 0
         town.close(worker)
-    assert manager.slots_free == manager.slots_total
+    assert len(manager.slots.free) == manager.slots.total
     assert not town.store.sessions
     town.store.on_message(engine.scheduler, p.Step(), 0)  # it had not heard yet
     town.close(engine.scheduler)
@@ -200,10 +200,10 @@ def test_O23_a_write_under_way_is_given_up_with_the_last_connection_only() -> No
     manager = next(iter(town.store.namespaces.values())).manager
     town.close(engine.scheduler)
     engine.report(1, [slot], [make_key(chain[0], 0)], [b""])  # had not heard yet
-    assert slot in set(manager.granted())
+    assert slot in set(manager.slots.granted)
     for worker in engine.workers:
         town.close(worker)
-    assert manager.slots_free == manager.slots_total
+    assert len(manager.slots.free) == manager.slots.total
     assert len(manager.index) == 0
 
 

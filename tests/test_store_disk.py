@@ -214,10 +214,10 @@ def test_O15_a_hung_read_fills_no_slot_and_its_slots_rest_until_it_returns(
         attached.worker.send(p.Loaded(granted.lease, 0, 0.0))  # it was too late for the engine
         lease = LeaseId(granted.lease)
         eventually(lambda: not namespace.manager.leases.owned_by(lease, 1))
-        assert set(from_u32(hit.slots)) <= set(namespace.manager.granted())
+        assert set(from_u32(hit.slots)) <= set(namespace.manager.slots.granted)
         hang.go_on.set()
         eventually(lambda: not namespace.tiering.jobs_open)
-        assert not any(namespace.manager._granted.values())
+        assert not any(namespace.manager.slots.granted.values())
         assert attached.read(attached.ask(wanted)) == [attached.content(b) for b in wanted]
 
 

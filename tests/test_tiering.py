@@ -92,7 +92,7 @@ class Rig:
     ) -> None:
         self.generations = [0] * slots
         self.manager = Manager((GroupRule(None),), self.generations)
-        self.manager.add_slots([Slot(slot) for slot in range(slots)])
+        self.manager.slots.add([Slot(slot) for slot in range(slots)])
         self.tier = SlowTier()
         budgets = {"slow": WriteBudget(budget)}
         limits = {"slow": backlog_ns}
@@ -139,7 +139,7 @@ class Rig:
     def below(self, chain: Chain, blocks: int) -> list[Found]:
         """Say which of the leading blocks memory lacks and the tier has."""
         keys = self.keys(chain)[:blocks]
-        missing = [self.manager.probe(key) is LookupResult.MISS for key in keys]
+        missing = [self.manager.index.probe(key) is LookupResult.MISS for key in keys]
         return [
             Found(0, index, index + 1, self.tier)
             for index, key in enumerate(keys)
@@ -361,7 +361,7 @@ def test_O15_a_damaged_block_cuts_what_comes_after_it() -> None:
     rig.end(first, done=10, corrupt=True)
     assert rig.manager.lookup(chain, chain.blocks).blocks == rig.ready(chain) == 10
     assert chain.key(0, 10) not in rig.tier.keys
-    assert rig.manager.slots_granted == 0
+    assert len(rig.manager.slots.granted) == 0
     assert rig.tiering.counts["slow", "orphan"] == JOB_BLOCKS_MAX
 
 
@@ -438,7 +438,7 @@ def test_a_cleared_read_that_ends_leaves_the_one_that_came_after_it_alone() -> N
     rig.end(before)
     assert (rig.ready(chain), rig.tiering.source(chain.key(0, 0))) == (0, "slow")
     rig.end(after)
-    assert (rig.ready(chain), rig.manager.slots_free) == (1, 7)
+    assert (rig.ready(chain), len(rig.manager.slots.free)) == (1, 7)
 
 
 def test_O17_a_cleared_copy_that_ends_leaves_the_one_that_came_after_it_alone() -> None:

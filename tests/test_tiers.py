@@ -218,7 +218,7 @@ def test_a_tier_named_in_the_settings_serves_what_memory_has_let_go(tmp_path: Pa
     chain = hashes(4, "wanted")
     with LiveStore(with_folder(tmp_path)) as store, engine(store) as live:
         (namespace,) = store.server.store.namespaces.values()
-        assert namespace.manager.slots_total == 15
+        assert namespace.manager.slots.total == 15
         live.put(chain)
         folder = tmp_path / "blocks"
         for number in range(20):  # memory has room for 15
@@ -430,7 +430,7 @@ def test_a_promotion_does_not_push_out_the_prefix_it_continues() -> None:
     drop_from_memory(town)
     live.put(chain[:3])
     number = 0
-    while manager.slots_free:
+    while len(manager.slots.free):
         live.put(hashes(1, f"filler{(number := number + 1)}"))
     ask = live.ask(chain)
     town.settle(live)

@@ -55,9 +55,12 @@ class LeafLRU:
             self.remove(entry)
         self._link_after(entry, self._root.prev)
 
-    def freed(self, entry: Node) -> None:
-        """A block lost its last child or pin: it re-enters at the cold end if it left the order."""
-        if entry.next is None and _evictable(entry):
+    def freed(self, entry: Node | None) -> None:
+        """A block lost its last child or pin: it re-enters at the cold end if it left the order.
+
+        None: what has left had no parent.
+        """
+        if entry is not None and entry.next is None and _evictable(entry):
             self._link_after(entry, self._root)
 
     def remove(self, entry: Node) -> None:

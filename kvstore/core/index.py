@@ -125,6 +125,10 @@ class Index:
         """Return the entry, ready or being written."""
         return self._tables[hash(key) >> TABLE_SHIFT].get(key)
 
+    def holds(self, entry: Entry) -> bool:
+        """Return True if this entry is the one that its key finds: it may have been cleared."""
+        return self.get(entry.key) is entry
+
     def find(self, keys: Iterable[BlockKey]) -> list[Entry | None]:
         """Return the entry of each key, ready or not."""
         tables = self._tables

@@ -35,16 +35,8 @@ from kvstore.core.eviction import LeafLRU
 from kvstore.core.index import Entry, Index, State
 from kvstore.core.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
 from kvstore.core.lookup import Answer, Below, common_hit
-from kvstore.core.types import (
-    BlockKey,
-    Chain,
-    Changes,
-    GroupRule,
-    LeaseId,
-    LookupResult,
-    Slot,
-    StoreOutcome,
-)
+from kvstore.core.slots import Slots
+from kvstore.core.types import BlockKey, Chain, Changes, GroupRule, LeaseId, Slot, StoreOutcome
 
 _WRITING, _COMING, _READY, _DROPPED = State  # a member of an enum takes 0.1 us to read
 _HERE = (_READY, _COMING)
@@ -71,132 +63,62 @@ class Manager:
         self.index = Index()
         self.leases = LeaseBook()
         self.evictions: Counter[str] = Counter() if evictions is None else evictions
-        self.slots_total = 0
-        self._generations = generations
+        self.slots = Slots(generations)
         self._policy = LeafLRU()
-        self._free: list[Slot] = []
-        # What is being written into a granted slot. None: not known yet; an entry that was made
-        # for this slot; else its key and its parent's, as another copy was first or nothing above.
-        self._granted: dict[Slot, Entry | tuple[BlockKey, BlockKey | None] | None] = {}
-        self._retiring: set[Slot] = set()
         self._sweep: Iterator[list[Entry]] = iter(())  # for blocks in slots to be retired
-        self._lingering: set[Slot] = set()  # of dropped blocks that are still pinned
         self._cleared: list[Index] = []  # ready blocks that no lookup finds any more
         self._outdated: dict[Slot, Entry] = {}  # was coming when all was cleared
         self._changes = Changes([], [])
 
     # Slots
 
-    def add_slots(self, slots: Collection[Slot]) -> None:
-        """Take over empty slots; the lowest are handed out first."""
-        self._free.extend(sorted(slots, reverse=True))
-        self.slots_total += len(slots)
-
-    def retire_slots(self, slots: Collection[Slot]) -> int:
-        """Empty these slots for good and return how many are in use, as far as is known.
-
-        Each call drops some thousand blocks; once the answer is 0 the memory may go.
-        """
-        wanted = set(slots)
-        fresh = wanted - self._retiring
-        if fresh:
-            self._retiring |= fresh
-            self.slots_total -= len(fresh)
-            self._free = [slot for slot in self._free if slot not in fresh]
-            self._sweep = self.index.parts()
-        swept = not self._cleared and self._swept()
-        busy = (wanted & self._granted.keys()) | (wanted & self._lingering)
-        if swept and not busy:
-            self._retiring -= wanted
-        return len(busy) if swept else max(1, len(busy))
-
-    def _swept(self) -> bool:
-        """Drop some of the blocks in slots to be retired; True when none is ready any more."""
-        looked = 0
-        for part in self._sweep:
-            for entry in part:
-                if entry.slot in self._retiring and entry.state is _READY:
-                    self.drop(entry.key, "resize")
-            looked += len(part)
-            if looked >= _SWEEP_MAX:
-                return False
-        return True
-
     def prepare_store(self, count: int) -> list[Slot]:
         """Grant up to `count` empty slots, evicting as needed; fewer if nothing can go.
 
         Also fewer when what can go was not found soon enough; then the next call finds more.
         """
-        free, generations = self._free, self._generations
+        free = self.slots.free
         if len(free) < count and self._cleared:
             self.clear_some(count + CLEAR_MAX)
         if len(free) < count:
             self._evict(count)
-        granted = [free.pop() for _ in range(min(count, len(free)))]
-        for slot in granted:
-            generations[slot] = (generations[slot] + 1) & 0xFFFFFFFF
-            self._granted[slot] = None
-        return granted
+        return self.slots.grant(count)
 
     def _evict(self, count: int) -> None:
         """Take the coldest blocks out until `count` slots are free, or none is found."""
-        removed, free = self._changes.removed, self._free
+        removed, free, retiring = self._changes.removed, self.slots.free, self.slots.retiring
         before = len(removed)
         victim: Entry | None = None
         for victim in cast("Iterator[Entry]", self._policy.victims()):
             self.index.remove(victim)
             removed.append(victim.key)
-            if victim.slot not in self._retiring:
+            if victim.slot not in retiring:
                 free.append(victim.slot)
             if len(free) >= count:
                 break
         if victim is not None:
-            self._parent_freed(victim)
+            self._policy.freed(victim.parent)
         self.evictions["capacity"] += len(removed) - before
 
     def give_back(self, slots: Iterable[Slot]) -> None:
         """Return granted slots that nobody writes any more."""
         for slot in slots:
-            check(slot in self._granted, "a slot came back that was not granted")
+            check(slot in self.slots.granted, "a slot came back that was not granted")
             self._abandon_write(slot)
-            self._release_slot(slot)
-
-    def granted(self) -> Iterable[Slot]:
-        """Go through the slots on credit, those being written included."""
-        return iter(self._granted)
-
-    @property
-    def slots_free(self) -> int:
-        """Count the empty slots."""
-        return len(self._free)
-
-    @property
-    def slots_granted(self) -> int:
-        """Count the slots on credit, those being written included."""
-        return len(self._granted)
-
-    @property
-    def slots_used(self) -> int:
-        """Count the slots that hold blocks, those being retired left out."""
-        granted = self.slots_granted - len(self._granted.keys() & self._retiring)
-        return self.slots_total - self.slots_free - granted
-
-    def _release_slot(self, slot: Slot) -> None:
-        self._lingering.discard(slot)
-        if slot not in self._retiring:
-            self._free.append(slot)
+            self.slots.release(slot)
 
     # Storing
 
     def begin_store(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> None:
         """Note that a granted slot is being written; lookups of key are pending from now."""
-        if slot not in self._granted:
+        if slot not in self.slots.granted:
             raise InvariantBroken("a store into a slot that was not granted")
-        self._granted[slot] = self.index.enter(key, parent, slot) or (key, parent)
+        self.slots.granted[slot] = self.index.enter(key, parent, slot) or (key, parent)
 
     def complete_store(self, slot: Slot, *, ok: bool) -> StoreOutcome:
         """End a write: the first complete copy of a key wins, other slots go back."""
-        write = self._granted[slot]
+        granted = self.slots.granted
+        write = granted[slot]
         if write is None:
             raise InvariantBroken("a store ended that had not begun")
         if isinstance(write, Entry):
@@ -215,16 +137,16 @@ class Manager:
             outcome = StoreOutcome.ORPHAN
         if outcome is not _STORED:
             self._abandon_write(slot)
-            self._release_slot(slot)
+            self.slots.release(slot)
             return outcome
-        del self._granted[slot]
+        del granted[slot]
         if entry is None:
             entry = Entry(key, above, slot)
             self.index.insert(entry)
         elif entry.parent is not above:
             self.index.relink(entry, above)
         if entry.slot != slot:  # the copy that it was made for will be a duplicate
-            self._granted[entry.slot] = (key, parent)
+            granted[entry.slot] = (key, parent)
             entry.slot = slot
         self._became_ready(entry)
         return outcome
@@ -238,12 +160,12 @@ class Manager:
 
     def _abandon_write(self, slot: Slot) -> None:
         """A slot is not on credit any more, and nothing is being written into it."""
-        entry = self._granted.pop(slot)
+        entry = self.slots.granted.pop(slot)
         if isinstance(entry, Entry) and entry.state is _WRITING:
             if entry.children:  # a hole: lookups may hang entries elsewhere from now on
                 self.leases.pin_all()
             self.index.remove(entry)
-            self._parent_freed(entry)
+            self._policy.freed(entry.parent)
 
     # Promoting: a lower tier fills a slot
 
@@ -255,7 +177,7 @@ class Manager:
         Returns the positions of those that begin. The others could not be reached, and their slots
         stay granted: their parent has left, or the key is here by now.
         """
-        granted, index, began = self._granted, self.index, list[int]()
+        granted, index, began = self.slots.granted, self.index, list[int]()
         entry: Entry | None = None
         for at, (key, parent, slot) in enumerate(zip(keys, parents, slots, strict=True)):
             check(slot in granted, "a promotion into a slot that was not granted")
@@ -275,23 +197,23 @@ class Manager:
         """End promotions, the first `done` of which have arrived; a slot's generation tells how."""
         outcomes: list[StoreOutcome] = []
         for at, slot in enumerate(slots):
-            entry = self._granted.pop(slot)
+            entry = self.slots.granted.pop(slot)
             late = self._outdated.pop(slot, None)
             if not isinstance(entry, Entry) or entry.state is not _COMING:
                 raise InvariantBroken("a promotion ended whose block is not coming")
             above = entry.parent
             if at < done and late is None and (above is None or above.state is _READY):
-                self._grow_generation(slot, 1)
+                self.slots.age(slot, 1)
                 self._became_ready(entry)
                 outcomes.append(_STORED)
                 continue
-            self._grow_generation(slot, 2)
+            self.slots.age(slot, 2)
             self.leases.pin_all()
             if late is None:
                 self.index.remove(entry)
             entry.state = _DROPPED
-            self._let_go(entry)
-            self._parent_freed(entry)
+            self.slots.vacate(slot, pinned=entry.pins > 0)
+            self._policy.freed(entry.parent)
             outcomes.append(StoreOutcome.ORPHAN if at < done else StoreOutcome.FAILED)
         return outcomes
 
@@ -300,17 +222,10 @@ class Manager:
         if not entry.pins:  # else it is touched with its last pin
             self._policy.touch(entry)
         self._changes.added.append(entry.key)
-        if entry.slot in self._retiring:
+        if entry.slot in self.slots.retiring:
             self.drop(entry.key, "resize")
 
-    def _grow_generation(self, slot: Slot, by: int) -> None:
-        self._generations[slot] = (self._generations[slot] + by) & 0xFFFFFFFF
-
     # Looking up and loading
-
-    def probe(self, key: BlockKey) -> LookupResult:
-        """Say what memory knows about one key; what is coming is a hit."""
-        return self.index.probe(key)
 
     def lookup(
         self, chain: Chain, limit: int, below: Below | None = None, *, coming: bool = True
@@ -359,7 +274,7 @@ class Manager:
                 found = self.index.present(chain, group, limit, coming=coming)
                 indices = [index for index, _ in found]
                 present = [entry for _, entry in found]
-            hits.append(hit_of(indices, present, self._generations))
+            hits.append(hit_of(indices, present, self.slots.generations))
             entries += present
             pinned += present[-1:] if path else present
         if not entries:
@@ -390,7 +305,7 @@ class Manager:
         if damaged:
             bad = set(damaged)
             for entry in lease.entries:
-                if entry.slot in bad and entry.state is _READY and self._is_here(entry):
+                if entry.slot in bad and entry.state is _READY and self.index.holds(entry):
                     self.drop(entry.key, "damaged")
         return True
 
@@ -402,13 +317,9 @@ class Manager:
     def _unpinned(self, entry: Entry) -> None:
         """The last pin is gone: the block was in use until now, or its slot goes back."""
         if entry.state is _DROPPED:
-            self._release_slot(entry.slot)
-        elif entry.state is _READY and not entry.children and self._is_here(entry):
+            self.slots.release(entry.slot)
+        elif entry.state is _READY and not entry.children and self.index.holds(entry):
             self._policy.touch(entry)
-
-    def _is_here(self, entry: Entry) -> bool:
-        """Tell whether a block is in the index: it may have been cleared."""
-        return self.index.get(entry.key) is entry
 
     def expire(self, now_ns: int) -> list[LeaseId]:
         """End the leases that nobody completed in time, and name them."""
@@ -459,8 +370,33 @@ class Manager:
         self.index.remove(entry)
         self.evictions[reason] += 1
         self._changes.removed.append(entry.key)
-        self._let_go(entry)
-        self._parent_freed(entry)
+        self.slots.vacate(entry.slot, pinned=entry.pins > 0)
+        self._policy.freed(entry.parent)
+        return True
+
+    def retire_slots(self, slots: Collection[Slot]) -> int:
+        """Empty these slots for good and return how many are in use, as far as is known.
+
+        Each call drops some thousand blocks; once the answer is 0 the memory may go.
+        """
+        if self.slots.retire(slots):
+            self._sweep = self.index.parts()
+        swept = not self._cleared and self._swept()
+        busy = self.slots.unsettled(slots)
+        if swept and not busy:
+            self.slots.retiring.difference_update(slots)
+        return busy if swept else max(1, busy)
+
+    def _swept(self) -> bool:
+        """Drop some of the blocks in slots to be retired; True when none is ready any more."""
+        looked = 0
+        for part in self._sweep:
+            for entry in part:
+                if entry.slot in self.slots.retiring and entry.state is _READY:
+                    self.drop(entry.key, "resize")
+            looked += len(part)
+            if looked >= _SWEEP_MAX:
+                return False
         return True
 
     def clear(self) -> None:
@@ -469,7 +405,7 @@ class Manager:
         What is coming does not become ready. clear_some gives the slots back.
         """
         self.leases.pin_all()
-        for slot, entry in self._granted.items():
+        for slot, entry in self.slots.granted.items():
             if not isinstance(entry, Entry) or slot in self._outdated:
                 continue
             if (state := entry.state) is _WRITING or state is _COMING:
@@ -498,18 +434,7 @@ class Manager:
                 entry.parent = entry.prev = entry.next = None
                 if self.ready(entry.key) is None:  # else it was stored again since then
                     self._changes.removed.append(entry.key)
-                self._let_go(entry)
-
-    def _let_go(self, entry: Entry) -> None:
-        """A block has left: its slot is free now, or with its last pin."""
-        if entry.pins:
-            self._lingering.add(entry.slot)
-        else:
-            self._release_slot(entry.slot)
-
-    def _parent_freed(self, entry: Entry) -> None:
-        if entry.parent is not None:
-            self._policy.freed(entry.parent)
+                self.slots.vacate(entry.slot, pinned=entry.pins > 0)
 
     def take_changes(self) -> Changes:
         """Return what became ready and what left since the last call."""

@@ -168,7 +168,7 @@ class Tiering:
     def _pump(self, tier: Tier) -> None:
         """Copy queued blocks down, as many at a time as may be pinned for it."""
         queue = self._queues[tier.name]
-        limit = max(1, self._manager.slots_total // _PINNED_PART)
+        limit = max(1, self._manager.slots.total // _PINNED_PART)
         while queue and self._storing[tier.name] < limit:
             if tier.lookup(queue[0][0]) is LookupResult.RETRY:
                 return  # it does not know yet what it has

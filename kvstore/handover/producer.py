@@ -431,7 +431,7 @@ class Producer:
                 continue
             position = job.awaited[0]
             key = job.keys[position]
-            if source.manager.probe(key) is not LookupResult.MISS:
+            if source.manager.index.probe(key) is not LookupResult.MISS:
                 break  # is being written, or brought up
             found, tier = source.tiering.where(key)
             if tier is not None and found is LookupResult.HIT:

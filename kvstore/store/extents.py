@@ -163,7 +163,7 @@ class Memory:
     def _grow(self, namespaces: dict[str, Namespace], namespace: Namespace) -> None:
         """Ask for another extent while free slots run low and somebody uses the namespace."""
         manager = namespace.manager
-        low = manager.slots_free < max(1, manager.slots_total // 4, namespace.slots_wanted)
+        low = len(manager.slots.free) < max(1, manager.slots.total // 4, namespace.slots_wanted)
         namespace.slots_wanted = 0
         if not low or not namespace.sessions:
             return

@@ -62,9 +62,9 @@ def gauges(
         found["kvstore_sessions", session.phase.value] += 1
     for digest, namespace in namespaces.items():
         manager, label = namespace.manager, digest[:12]
-        found["kvstore_slots", label, "free"] = manager.slots_free
-        found["kvstore_slots", label, "granted"] = manager.slots_granted
-        found["kvstore_slots", label, "used"] = manager.slots_used
+        found["kvstore_slots", label, "free"] = len(manager.slots.free)
+        found["kvstore_slots", label, "granted"] = len(manager.slots.granted)
+        found["kvstore_slots", label, "used"] = manager.slots.used
         found["kvstore_leases", label] = len(manager.leases)
         found["kvstore_jobs_open", label] = namespace.tiering.jobs_open
     for reason, count in numbers.evicted.items():

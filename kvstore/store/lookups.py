@@ -211,7 +211,7 @@ class Lookups:
             return found
         # What lower tiers have needs slots; there may be more of them soon.
         namespace.slots_wanted = sum(run.end - run.first for run in found.below)
-        if namespace.slots_wanted <= namespace.manager.slots_free:
+        if namespace.slots_wanted <= len(namespace.manager.slots.free):
             return found
         ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
         return None

@@ -129,7 +129,7 @@ class Namespace:
     def go_live(self, mapping: Mapping) -> None:
         """Start using an extent's slots."""
         mapping.state = "live"
-        self.manager.add_slots([Slot(slot) for slot in self.slots_of(mapping)])
+        self.manager.slots.add([Slot(slot) for slot in self.slots_of(mapping)])
 
     @property
     def has_live(self) -> bool:
@@ -140,7 +140,7 @@ class Namespace:
         """Return a live extent to give up: the newest of those with the fewest slots on credit."""
         live = [mapping for mapping in self.extents.values() if mapping.state == "live"]
         per = max(1, self._per_extent)
-        on_credit = Counter(slot // per * per for slot in self.manager.granted())
+        on_credit = Counter(slot // per * per for slot in self.manager.slots.granted)
         return min(reversed(live), key=lambda mapping: on_credit[mapping.first], default=None)
 
     @property
@@ -157,7 +157,9 @@ class Namespace:
         """Tell whether no engine has it, nothing is in it, and nothing goes on there."""
         manager = self.manager
         idle = not (self.sessions or self.coming or manager.clearing or self.tiering.jobs_open)
-        return idle and not (len(manager.index) or manager.slots_granted or len(manager.leases))
+        return idle and not (
+            len(manager.index) or len(manager.slots.granted) or len(manager.leases)
+        )
 
     @property
     def coming(self) -> bool:

@@ -432,7 +432,7 @@ class Store:
         if session.phase is not Phase.JOINING or namespace is None or not session.complete:
             return
         waiting = {worker for mapping in namespace.extents.values() for worker in mapping.waiting}
-        if namespace.manager.slots_total and waiting.isdisjoint(session.workers.values()):
+        if namespace.manager.slots.total and waiting.isdisjoint(session.workers.values()):
             session.phase = Phase.ACTIVE
             self.numbers.add("kvstore_sessions_started")
             if session.events:
@@ -493,16 +493,16 @@ class Store:
         cap = self._config.engine.credit_bytes // namespace.layout.slot_bytes
         least = len(namespace.layout.rules)  # with fewer than one for each group nothing is stored
         # What comes from lower tiers needs slots, too.
-        target = max(least, min(session.credit_slots, cap, manager.slots_total // 2))
+        target = max(least, min(session.credit_slots, cap, manager.slots.total // 2))
         if (target - len(session.granted)) * 8 < target:
             return
         growing = self._memory.can_grow(namespace)
         if not growing:
-            target = max(least, min(target, manager.slots_total // 4))
+            target = max(least, min(target, manager.slots.total // 4))
         short = target - len(session.granted)
         if short * 8 >= target:
             # Nothing is evicted for credits while the cap has room: memory is on its way.
-            slots = manager.prepare_store(min(short, manager.slots_free) if growing else short)
+            slots = manager.prepare_store(min(short, len(manager.slots.free)) if growing else short)
             session.granted.update(slots)
             session.news.credits.extend(slots)
 

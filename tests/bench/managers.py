@@ -45,7 +45,7 @@ class Ours:
     def __init__(self, slots: int) -> None:
         """Take all slots at once."""
         self.manager = Manager([GroupRule()], array("L", [0] * slots))
-        self.manager.add_slots([Slot(slot) for slot in range(slots)])
+        self.manager.slots.add([Slot(slot) for slot in range(slots)])
         self._order: OrderedDict[int, Stored] = OrderedDict()  # the coldest first
         self._pinned: list[tuple[Stored, list[Entry]]] = []
 

@@ -450,7 +450,7 @@ def check_nothing_left(site: Site) -> None:
         assert all(entry.pins == 0 for entry in namespace.manager.index), "pins"
         assert len(namespace.manager.leases) == 0
         granted = {slot for s in sessions if s.namespace is namespace for slot in s.granted}
-        assert set(namespace.manager.granted()) == granted, "slots"
+        assert set(namespace.manager.slots.granted) == granted, "slots"
     known = {session.number for session in sessions}
     assert all(set(n.engines._engines) <= known for n in site.store.namespaces.values())
     assert {session.engine for session in sessions} <= {"prefill", "decode", "victim"}

@@ -256,9 +256,9 @@ class Pair:
         assert len(self.producer._peers) == 1, "closed ones are forgotten"
         assert all(peer.held_bytes == 0 for peer in self.producer._peers.values())
         assert all(entry.pins == 0 for entry in self.source.manager.index)
-        on_credit = set(self.source.manager.granted())
+        on_credit = set(self.source.manager.slots.granted)
         assert on_credit == set(self.prefill.credits), "staging slots that nobody gave back"
-        assert set(self.target.manager.granted()) == set(self.decode.credits)
+        assert set(self.target.manager.slots.granted) == set(self.decode.credits)
         assert not self.consumer._fetches
         assert not self.consumer._located
         assert self.consumer.quarantined == 0

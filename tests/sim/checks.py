@@ -131,7 +131,7 @@ class Checks:
     def _check_slots(self, namespace: Namespace, ready: Sequence[Entry]) -> None:
         """Every slot has exactly one owner."""
         manager = namespace.manager
-        owned = [*manager._free, *manager._granted, *manager._lingering]
+        owned = [*manager.slots.free, *manager.slots.granted, *manager.slots.lingering]
         owned += [entry.slot for entry in ready]
         cleared = chain.from_iterable(manager._cleared)
         owned += [entry.slot for entry in cleared if entry.state is _READY]
@@ -142,7 +142,7 @@ class Checks:
             if mapping.state in ("live", "retiring"):
                 places.update(namespace.slots_of(mapping))
         if owners != places:
-            missing = places - owners - manager._retiring
+            missing = places - owners - manager.slots.retiring
             assert not missing, f"slots {missing} belong to nobody"
             assert owners <= places, "a slot outside of the memory"
         granted: list[int] = []
@@ -151,8 +151,8 @@ class Checks:
                 granted.extend(session.granted)
         works = {id(work): work for work in namespace.tiering._coming.values()}.values()
         granted += [slot for work in works for slot in work.job.slots]
-        assert len(granted) == len(manager._granted), "grants do not add up"
-        assert set(granted) == manager._granted.keys(), "grants do not add up"
+        assert len(granted) == len(manager.slots.granted), "grants do not add up"
+        assert set(granted) == manager.slots.granted.keys(), "grants do not add up"
 
     def _check_index(self, namespace: Namespace, here: Mapping[bytes, Entry]) -> None:
         """Children are counted right, and what is ready hangs below what is ready."""
@@ -191,7 +191,9 @@ class Checks:
         held = {id(entry): entry.pins for entry in chain(entries, pinned) if entry.pins}
         assert held == Counter(map(id, pinned)), "pins, and reasons for them, differ"
         dropped = {entry.slot for entry in pinned if entry.state is _DROPPED}
-        assert dropped == namespace.manager._lingering, "dropped blocks and lingering slots differ"
+        assert dropped == namespace.manager.slots.lingering, (
+            "dropped blocks and lingering slots differ"
+        )
 
     def check_bytes(
         self, namespace: Namespace, ready: Iterable[Entry], *, again: bool = False

@@ -41,7 +41,7 @@ STATES: dict[str, Callable[[World], bool]] = {
     "copy to disk under way": lambda w: any(
         sum(n.tiering._storing.values()) for n in w.namespaces()
     ),
-    "dropped block pinned": lambda w: any(n.manager._lingering for n in w.namespaces()),
+    "dropped block pinned": lambda w: any(n.manager.slots.lingering for n in w.namespaces()),
     "memory coming": lambda w: any(n.coming for n in w.namespaces()),
     "memory leaving": lambda w: any(
         m.state in ("retiring", "unmapping") for n in w.namespaces() for m in n.extents.values()

@@ -395,7 +395,7 @@ class World:
         for namespace in self.namespaces():
             assert not namespace.tiering.jobs_open
             assert not namespace.tiering._coming
-            assert not any(namespace.manager._granted.values())
+            assert not any(namespace.manager.slots.granted.values())
             assert not len(namespace.manager.leases), "a lease is left"
             ready = [e for e in namespace.manager.index if e.state is State.READY]
             self.checks.check_bytes(namespace, ready, again=True)

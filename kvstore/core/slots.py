@@ -1,0 +1,81 @@
+"""The slots of one namespace: which are empty, which are on credit, and which are to go for good.
+
+A slot that is none of these holds a block. A slot's generation grows with each grant, so whoever
+read a slot after its lease can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from kvstore.core.index import Entry
+from kvstore.core.leases import Generations
+from kvstore.core.types import BlockKey, Slot
+
+Write = Entry | tuple[BlockKey, BlockKey | None]
+"""What is being written into a granted slot: an entry that was made for this slot, else its key and
+its parent's, as another copy was first or nothing is above."""
+
+
+class Slots:
+    """Counts slots and grants them; knows nothing of the blocks in the others."""
+
+    def __init__(self, generations: Generations) -> None:
+        """generations: has a counter for every slot added; the caller sees to that."""
+        self.total = 0  # those being retired left out
+        self.free: list[Slot] = []
+        self.granted: dict[Slot, Write | None] = {}  # None: nothing is written there yet
+        self.generations = generations
+        self.retiring: set[Slot] = set()
+        self.lingering: set[Slot] = set()  # of dropped blocks that are still pinned
+
+    def add(self, slots: Collection[Slot]) -> None:
+        """Take over empty slots; the lowest are handed out first."""
+        self.free.extend(sorted(slots, reverse=True))
+        self.total += len(slots)
+
+    def retire(self, slots: Iterable[Slot]) -> bool:
+        """Put no other block into these slots; True if that is new for any of them."""
+        fresh = set(slots) - self.retiring
+        if fresh:
+            self.retiring |= fresh
+            self.total -= len(fresh)
+            self.free = [slot for slot in self.free if slot not in fresh]
+        return bool(fresh)
+
+    def unsettled(self, slots: Collection[Slot]) -> int:
+        """Count those of some slots that are on credit, or hold a dropped block that is pinned."""
+        wanted = set(slots)
+        return len((wanted & self.granted.keys()) | (wanted & self.lingering))
+
+    def grant(self, count: int) -> list[Slot]:
+        """Put up to `count` empty slots on credit, each at a new generation."""
+        free, granted = self.free, self.granted
+        found = [free.pop() for _ in range(min(count, len(free)))]
+        for slot in found:
+            self.age(slot, 1)
+            granted[slot] = None
+        return found
+
+    def age(self, slot: Slot, by: int) -> None:
+        """Let a slot's generation grow."""
+        self.generations[slot] = (self.generations[slot] + by) & 0xFFFFFFFF
+
+    def release(self, slot: Slot) -> None:
+        """A slot is empty, unless it is to go."""
+        self.lingering.discard(slot)
+        if slot not in self.retiring:
+            self.free.append(slot)
+
+    def vacate(self, slot: Slot, *, pinned: bool) -> None:
+        """The block in a slot has left: the slot is empty now, or after the block's last pin."""
+        if pinned:
+            self.lingering.add(slot)
+        else:
+            self.release(slot)
+
+    @property
+    def used(self) -> int:
+        """Count the slots that hold blocks, those being retired left out."""
+        granted = len(self.granted) - len(self.granted.keys() & self.retiring)
+        return self.total - len(self.free) - granted

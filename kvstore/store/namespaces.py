@@ -1,0 +1,116 @@
+"""All namespaces of a store: made for an engine that brings one, and forgotten when unused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from kvstore.barrier import Barrier, Ended
+from kvstore.config import Config
+from kvstore.core.errors import ConfigError
+from kvstore.core.layout import SlotLayout
+from kvstore.core.tier import SlotMemory, Tier
+from kvstore.core.tiering import Tiering
+from kvstore.core.write_budget import WriteBudget
+from kvstore.handover.peers import Peers
+from kvstore.metrics import NVME, Numbers
+from kvstore.store.namespace import Namespace
+from kvstore.visits import Visits
+
+log = logging.getLogger(__name__)
+
+FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
+
+MakeTiers = Callable[[str, int, SlotMemory], Sequence[Tier]]
+
+
+class Namespaces(dict[str, Namespace]):
+    """Namespaces by digest, their lower tiers, and which of them a turn visits."""
+
+    def __init__(
+        self,
+        config: Config,
+        extent_bytes: int,
+        numbers: Numbers,
+        make_tiers: MakeTiers,
+        peers: Peers | None,
+        barrier: Barrier,
+    ) -> None:
+        """extent_bytes: of memory; a slot has to fit in. peers: other stores, a tier of each."""
+        super().__init__()
+        self._config = config
+        self._extent_bytes = extent_bytes
+        self._numbers = numbers
+        self._make_tiers = make_tiers
+        self._peers = peers
+        self._barrier = barrier
+        self._visits = Visits()
+        self._broken: set[str] = set()  # that have met a bug
+        self._backlog_ns = {tier.name: tier.backlog_ns for tier in config.tiers}
+        self._budgets: dict[str, WriteBudget] = {}
+        if config.nvme is not None:
+            self._backlog_ns[NVME] = config.nvme.backlog_ns
+            self._budgets[NVME] = WriteBudget(config.nvme.write_budget_bytes)
+
+    def find(self, layout: SlotLayout) -> Namespace:
+        """Return the namespace of a layout, a new one if need be.
+
+        Raises ConfigError for blocks that are too large for this store, and where a bug was met.
+        """
+        disk = self._config.nvme
+        if layout.slot_bytes + 4 > self._extent_bytes:
+            raise ConfigError(
+                f"a block takes {layout.slot_bytes} bytes, an extent has {self._extent_bytes}:"
+                " use a larger cpu capacity or extent, or a smaller block_tokens"
+            )
+        if disk is not None and layout.slot_bytes > disk.extent_bytes:
+            raise ConfigError(
+                f"a block takes {layout.slot_bytes} bytes, an extent on disk has"
+                f" {disk.extent_bytes}: use a larger [nvme] extent, or a smaller block_tokens"
+            )
+        if layout.digest in self._broken:
+            raise ConfigError("a bug of the store: restart it to have this model served again")
+        if layout.digest not in self:
+            self[layout.digest] = Namespace(layout, self._numbers, self._tiering)
+        return self[layout.digest]
+
+    def _tiering(self, namespace: Namespace) -> Tiering:
+        """Make its tiers; none for blocks without a name: they could not be found again."""
+        layout, tiers, remote = namespace.layout, list[Tier](), list[Tier]()
+        if not layout.unnamed:
+            tiers += self._make_tiers(layout.digest, layout.slot_bytes, namespace)
+            remote += [] if self._peers is None else [self._peers.inlet(namespace)]
+        return Tiering(
+            namespace.manager,
+            tiers,
+            layout.slot_bytes,
+            backlog_ns=self._backlog_ns,
+            budgets=self._budgets,
+            remote=remote,
+            counts=self._numbers.moved,
+        )
+
+    # Turns
+
+    def wake(self, namespace: Namespace) -> None:
+        """Visit a namespace in every turn from now on, until it is at rest."""
+        self._visits.wake(namespace.layout.digest)
+
+    @property
+    def awake(self) -> list[Namespace]:
+        """List the namespaces that an engine has, or where something goes on."""
+        return self._visits.awake(self)
+
+    def visited(self, now_ns: int) -> list[Namespace]:
+        """List the namespaces that this turn visits: those awake, and a few of the others."""
+        if self._peers is not None:
+            for source in self._peers.producer.sources():
+                self._visits.wake(source.layout.digest)
+        return self._visits.take(self, now_ns)
+
+    def settle(self, namespace: Namespace) -> None:
+        """A turn is over: visit a namespace at rest only now and then."""
+        if namespace.at_rest:
+            self._visits.rest(namespace.layout.digest)
+        else:
+            self.wake(namespace)
