@@ -45,7 +45,7 @@ class Mutant(NamedTuple):
 # between `tests/test_` (or `tests/engine/test_`) and `.py`. Where nothing stands instead, a
 # condition never holds, and a statement is not there.
 LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
-    "kvstore/store/sessions.py": (
+    "kvstore/store/store.py": (
         (
             "store -k S2_a_scheduler_half",
             'raise ProtocolError(f"{type(message).__name__} before Welcome")',
@@ -53,25 +53,33 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("local_limits -k S2_what_raises", "except Exception:", "except ZeroDivisionError:"),
         (
             "local_limits -k S2_what_raises",
-            "with self._barrier.around(what, partial(self._end, session, *bug)):",
+            "with self._barrier.around(what, partial(self.sessions.end, session, *bug)):",
             "if what:",
         ),
-        ("local_limits -k S2_what_raises", 'self.turn_away(connection, "internal", what)'),
-        ("store -k S2_layers", "self._check_layers(hello)"),
-        ("turns -k S4_a_namespace_is_visited", "self._wake(session.namespace)"),
         (
-            "turns -k S4_a_namespace_is_visited",
-            "namespace.tiering.clear()\n                self._wake(namespace)",
-            "namespace.tiering.clear()",
+            "local_limits -k S2_what_raises",
+            'self.sessions.turn_away(connection, "internal", what)',
         ),
+        ("store -k S2_a_scheduler_half", "if session.phase is Phase.JOINING:\n            raise"),
         ("store_blocks store -k O23_a_report", "if slot not in session.granted:"),
         ("store_blocks store -k O18", ".ok = writing.ok and message.ok", ".ok = message.ok"),
+    ),
+    "kvstore/store/sessions.py": (
+        ("store -k S2_layers", "self._check_layers(hello)"),
+        ("turns -k S4_a_namespace_is_visited", "self._namespaces.wake(namespace)"),
         ("store store_blocks -k O23", "namespace.manager.give_back(session.granted)"),
         (
             "store store_blocks -k O20_leases_end",
             "self._lookups.end_lease(session, namespace, lease_id)",
         ),
         ("unnamed", "if namespace.layout.unnamed:\n            namespace.manager.clear()"),
+    ),
+    "kvstore/store/namespaces.py": (
+        (
+            "turns -k S4_a_namespace_is_visited",
+            "namespace.tiering.clear()\n            self.wake(namespace)",
+            "namespace.tiering.clear()",
+        ),
     ),
     "kvstore/handover/cluster_key.py": (
         ("side_channel -k S1_who_takes_any", "= ssl.CERT_REQUIRED", "= ssl.CERT_OPTIONAL"),

@@ -23,11 +23,12 @@ from kvstore.handover.jobs import Job
 from kvstore.handover.peers import Peers
 from kvstore.handover.producer import Producer
 from kvstore.handover.request_leases import RequestLeases
-from kvstore.store import admin, server, sessions
+from kvstore.store import admin, server
+from kvstore.store import store as stores
 from kvstore.store.extents import Memory
 from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
-from kvstore.store.sessions import Store
+from kvstore.store.store import Store
 from kvstore.wire import engine as p
 from kvstore.wire import peer as m
 from tests.harness.fakes import blocks, hashes
@@ -332,7 +333,7 @@ def test_S2_what_the_disk_meets_costs_the_disk(
     assert tracebacks(caplog) == 1
 
 
-@pytest.mark.parametrize("where", [(sessions, "gauges"), (Memory, "_grow")])
+@pytest.mark.parametrize("where", [(stores, "gauges"), (Memory, "_grow")])
 def test_S2_what_serves_all_goes_on_after_a_bug(
     store: LiveStore,
     monkeypatch: pytest.MonkeyPatch,
@@ -351,7 +352,7 @@ def test_S2_what_serves_all_goes_on_after_a_bug(
 @pytest.mark.parametrize(
     "where",
     [
-        (sessions, "gauges"),
+        (stores, "gauges"),
         (Namespace, "settle"),
         (Tiering, "poll"),
         (Manager, "expire"),

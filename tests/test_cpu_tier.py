@@ -446,7 +446,7 @@ def test_real_memory_is_shared_the_same_way() -> None:
     second = town.attach("second", identity="second")
     until(lambda: second.active, second)
     assert extents_of(town) == [1, 1]
-    town.store.close()
+    town.store.namespaces.close()
     for namespace in town.store.namespaces.values():
         for mapping in namespace.extents.values():
             memory.release(mapping.memory)

@@ -27,7 +27,7 @@ from kvstore.listener import listen
 from kvstore.store.lookups import Lookups
 from kvstore.store.server import Server, serve
 from kvstore.store.session import Ask, Session
-from kvstore.store.sessions import Store
+from kvstore.store.store import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.bench.store import StoreProcess

@@ -167,7 +167,7 @@ def literals(path: Path) -> Iterator[tuple[str, str]]:
             called, places = node.func.attr, [p for a in node.args for p in constants(a)]
             if called == "add" and places and places[0].startswith("kvstore_"):
                 yield from ((places[0], label) for label in places[1:2])
-            if called in ("drop", "_end") and places:
+            if called in ("drop", "end") and places:
                 yield called, places[0]
 
 
@@ -192,7 +192,7 @@ VALUES = {spec.name: spec.values for spec in TABLE}
         ("kvstore/core/manager.py", "evictions", EVICTIONS),
         ("tiers/nvme/*.py", "counts", DISK_EVENTS),
         ("tiers/nvme/*.py", "drop", DISK_EVENTS),
-        ("kvstore/store/sessions.py", "_end", VALUES["kvstore_sessions_ended"]),
+        ("kvstore/store/s*.py", "end", VALUES["kvstore_sessions_ended"]),
         *(("kvstore/**/*.py", name, values) for name, values in VALUES.items() if values),
     ],
 )

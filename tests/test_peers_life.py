@@ -257,7 +257,7 @@ def test_a_private_store_can_be_asked_and_runs_nothing_for_it(listen: str | None
     store = Private(launch.ensure(f"test-{secrets.token_hex(8)}", 64 << 20, None, listen))
     process = psutil.Process(launch._children[-1].pid)
     with engine(store) as made:
-        here = made.scheduler.take(p.Welcome).side_channel
+        here = made.active.side_channel
         assert here.startswith("127.0.0.1:") == bool(listen)
         assert process.children() == []
     process.wait(WAIT_S)

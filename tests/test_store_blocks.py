@@ -9,7 +9,6 @@ from kvstore.store.session import Phase
 from kvstore.wire import engine as p
 from tests.harness.fakes import (
     SLOT_BYTES,
-    Engine,
     HeapPool,
     Town,
     blocks,
@@ -169,14 +168,6 @@ def test_O8_at_the_deadline_what_is_ready_is_answered() -> None:
     town.tick(ms=100)
     engine.pump()
     assert blocks(engine.granted[ask]) == [0]
-
-
-def test_a_question_before_the_session_is_active_is_answered_with_nothing() -> None:
-    town = Town()
-    engine = Engine(town, "engine", maps=False)
-    engine.join()
-    assert engine.hit(hashes(1)).lease == 0
-    assert phase(town, engine) is Phase.JOINING
 
 
 # Leases and credits

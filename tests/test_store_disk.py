@@ -231,7 +231,7 @@ def test_the_command_changes_a_running_store(
         address = f"unix://{store.path}"
         for number in range(40):
             attached.put(hashes(1, f"request{number}"))
-            eventually(lambda: not store.server.store.queued_blocks)
+            eventually(lambda: not store.server.store.namespaces.queued_blocks)
         assert disk_bytes(tmp_path / "kv") > 64 * MIB * 0.5
         assert cli.main(["resize", "nvme", "64MiB", "--store", address]) == 0
         assert "nvme: capacity 64 MiB" in capsys.readouterr().out

@@ -68,7 +68,7 @@ HEAVY = ("torch", "cupy", "nixl", "vllm", "connectors")
 BROAD_EXCEPTS = (
     "tiers/runner.py",
     "kvstore/barrier.py",  # those of the store
-    "kvstore/store/sessions.py",  # the barrier of connections
+    "kvstore/store/store.py",  # the barrier of connections
     "tiers/nvme/disk.py",  # of the disk
     "kvstore/cli.py",  # of what people type
     "kvstore/store/tier_guard.py",  # of tiers of others

@@ -459,7 +459,7 @@ def test_O15_a_lower_tier_that_loses_blocks_costs_hits_only() -> None:
         live.put(chain, first=len(found))
         if number % 3 == 0:
             drop_from_memory(town)
-    town.store.close()
+    town.store.namespaces.close()
     manager = next(iter(town.store.namespaces.values())).manager
     assert all(entry.pins == 0 for entry in manager.index)
     assert not town.store.busy

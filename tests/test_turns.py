@@ -19,9 +19,9 @@ import pytest
 from kvstore import visits
 from kvstore.handover.consumer import Consumer
 from kvstore.handover.line import Line
-from kvstore.store import sessions as stores
+from kvstore.store import store as stores
 from kvstore.store.namespace import Namespace
-from kvstore.store.sessions import Store
+from kvstore.store.store import Store
 from kvstore.visits import RESTING_MAX, RESTING_NS, Visits
 from kvstore.wire import engine as p
 from tests.harness.fakes import HeapPool, Town, blocks, geometry, hashes

@@ -10,7 +10,6 @@ import pytest
 
 from kvstore.core.layout import RankGeometry, slot_layout
 from kvstore.store import admin
-from kvstore.wire import engine as p
 from tests.harness.fakes import geometry, hashes
 from tests.harness.live import LiveEngine, LiveStore, engine, eventually
 from tests.harness.patience import WAIT_S
@@ -114,7 +113,7 @@ def test_B3_an_engine_without_a_name_is_told_of_no_side_channel(
     with stores("a") as store:
         for why, told in (("", address(store)), (WHY, "")):
             with engine(store, f"engine {why}", geometry=unnamed(why)) as one:
-                assert one.scheduler.take(p.Welcome).side_channel == told
+                assert one.active.side_channel == told
 
 
 def test_B3_one_rank_without_a_name_is_enough() -> None:

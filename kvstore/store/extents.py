@@ -30,7 +30,7 @@ _LEAVING = ("retiring", "unmapping")
 
 
 class Memory:
-    """RequestLeases extents of the pool to namespaces; never more than the pool's cap."""
+    """Hands extents of the pool to namespaces; never more than the pool's cap."""
 
     def __init__(
         self,

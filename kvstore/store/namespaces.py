@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvstore.barrier import Barrier, Ended
 from kvstore.config import Config
@@ -16,34 +17,39 @@ from kvstore.handover.peers import Peers
 from kvstore.metrics import NVME, Numbers
 from kvstore.store.namespace import Namespace
 from kvstore.visits import Visits
+from kvstore.wire import framing
 
 log = logging.getLogger(__name__)
 
-FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
-
 MakeTiers = Callable[[str, int, SlotMemory], Sequence[Tier]]
+Send = Callable[[int, framing.Message, int | None], None]
+
+
+class StoreContext(NamedTuple):
+    """What several parts of a store use.
+
+    send(connection, message, descriptor): queue a message. peers: other stores, if it has any.
+    barrier: where bugs end.
+    """
+
+    config: Config
+    numbers: Numbers
+    send: Send
+    peers: Peers | None
+    barrier: Barrier
 
 
 class Namespaces(dict[str, Namespace]):
     """Namespaces by digest, their lower tiers, and which of them a turn visits."""
 
-    def __init__(
-        self,
-        config: Config,
-        extent_bytes: int,
-        numbers: Numbers,
-        make_tiers: MakeTiers,
-        peers: Peers | None,
-        barrier: Barrier,
-    ) -> None:
-        """extent_bytes: of memory; a slot has to fit in. peers: other stores, a tier of each."""
+    def __init__(self, context: StoreContext, extent_bytes: int, make_tiers: MakeTiers) -> None:
+        """extent_bytes: of memory; a slot has to fit in."""
         super().__init__()
-        self._config = config
+        self._config, self._numbers, self._peers = context.config, context.numbers, context.peers
+        self._barrier = context.barrier
         self._extent_bytes = extent_bytes
-        self._numbers = numbers
         self._make_tiers = make_tiers
-        self._peers = peers
-        self._barrier = barrier
+        config = context.config
         self._visits = Visits()
         self._broken: set[str] = set()  # that have met a bug
         self._backlog_ns = {tier.name: tier.backlog_ns for tier in config.tiers}
@@ -114,3 +120,57 @@ class Namespaces(dict[str, Namespace]):
             self._visits.rest(namespace.layout.digest)
         else:
             self.wake(namespace)
+
+    def tiers_of(self, namespace: Namespace) -> Ended:
+        """For a bug in the block the lower tiers of a namespace are used no more, and its peers."""
+
+        def leave() -> None:
+            digest = namespace.layout.digest[:12]
+            log.error("the tiers of namespace %s are off until the store is started again", digest)
+            namespace.tiering.stop()
+
+        return self._barrier.around("the tiers of a namespace", leave)
+
+    # Leaving
+
+    def clear_blocks(self) -> None:
+        """Put every block of all namespaces out of reach; their slots come back in later turns."""
+        for namespace in self.values():
+            namespace.manager.clear()
+            namespace.tiering.clear()
+            self.wake(namespace)
+
+    def give_up(self, namespace: Namespace) -> None:
+        """Serve a namespace no more that a bug was met in; what it has of memory stays its own."""
+        digest = namespace.layout.digest
+        log.error("namespace %s is off until the store is started again", digest[:12])
+        self._broken.add(digest)
+        self.pop(digest, None)
+
+    def forget(self, namespace: Namespace) -> None:
+        """Forget a namespace that has given its memory back, unless a peer may ask for its blocks.
+
+        What lower tiers keep of it is there when an engine comes that has it.
+        """
+        if self._peers is None or self._peers.forget(namespace):
+            namespace.tiering.close()
+            del self[namespace.layout.digest]
+            log.debug("namespace %s is forgotten", namespace.layout.digest[:12])
+
+    def enqueue_all(self) -> None:
+        """Queue all that only memory has for the lower tiers; for a store that ends."""
+        for namespace in self.values():
+            with self.tiers_of(namespace):
+                namespace.tiering.enqueue_all()
+                self.wake(namespace)
+
+    @property
+    def queued_blocks(self) -> int:
+        """Count the blocks that are not in a lower tier yet and will be."""
+        return sum(namespace.tiering.queued for namespace in self.values())
+
+    def close(self) -> None:
+        """End the lower tiers in order."""
+        for namespace in self.values():
+            with self._barrier.around("the end of a namespace's tiers"):
+                namespace.tiering.close()

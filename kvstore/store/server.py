@@ -34,7 +34,7 @@ from kvstore.logs import RateLog
 from kvstore.metrics import NVME
 from kvstore.store import metrics_endpoint
 from kvstore.store.metrics_endpoint import StoreCollector
-from kvstore.store.sessions import Store
+from kvstore.store.store import Store
 from kvstore.store.tier_guard import Plugin
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -299,7 +299,7 @@ class Server:
         try:
             for message in connection.decoder.feed(data):
                 self.store.on_message(connection.number, message, time.monotonic_ns())
-                if self.store.knows(connection.number):
+                if self.store.sessions.of(connection.number):
                     connection.decoder.frames.bytes_max = limits.FRAME_BYTES_MAX
                 if connection.refused or connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:
                     break
@@ -366,11 +366,11 @@ class Server:
         What a worker may still write is given to nobody else before it has closed its end: only
         ours is closed then, and what it says is not looked at.
         """
-        if not self.store.may_write(connection.number):
+        if not self.store.sessions.may_write(connection.number):
             self._drop(connection)
         elif not connection.parted:
             connection.part()
-            self.store.turn_away(connection.number, reason, text)
+            self.store.sessions.turn_away(connection.number, reason, text)
 
     def _drop(self, connection: _Connection) -> None:
         if self._connections.pop(connection.number, None) is None:
@@ -392,7 +392,7 @@ class Server:
                     self._read(key.data)
             self._flush()
         self._copy_down()
-        self.store.close()
+        self.store.namespaces.close()
 
     def _leave_all_but_engines(self) -> None:
         """Watch the connections of engines alone: nothing else is answered any more."""
@@ -403,9 +403,9 @@ class Server:
     def _copy_down(self) -> None:
         """Copy what only memory has to the lower tiers, within a time budget."""
         started = told = kept = time.monotonic()
-        self.store.enqueue_all()
-        total = before = self.store.queued_blocks
-        while left := self.store.queued_blocks:
+        self.store.namespaces.enqueue_all()
+        total = before = self.store.namespaces.queued_blocks
+        while left := self.store.namespaces.queued_blocks:
             now = time.monotonic()
             kept, before = (now, left) if left < before else (kept, before)
             if now - kept >= _FLUSH_S or now - started >= _FLUSH_LIMIT_S:

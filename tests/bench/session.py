@@ -49,7 +49,7 @@ class Session(LiveEngine):
     def __init__(self, store: StoreProcess, name: str, block_bytes: int, **how: Any) -> None:
         """name: of the engine. block_bytes: of a block in all."""
         super().__init__(store, name, block_bytes, "bench", **how)
-        self.side_channel = self.scheduler.take(p.Welcome).side_channel
+        self.side_channel = self.active.side_channel
         self._block_bytes = block_bytes
 
     def fetch(self, hashes: Sequence[bytes], **how: Any) -> Fetched:

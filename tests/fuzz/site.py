@@ -23,7 +23,7 @@ from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.handover.side_channel import Channel
 from kvstore.handover.transfers import SlotFill, Transfers
 from kvstore.store.namespace import Namespace
-from kvstore.store.sessions import Store
+from kvstore.store.store import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m

@@ -14,7 +14,7 @@ from kvstore.core.lookup import Answer, Probe, prefix_hit
 from kvstore.core.tier import SlotMemory, Tier, TierContext, TierFactory
 from kvstore.core.types import BlockKey, GroupRule, make_key
 from kvstore.store.session import Phase
-from kvstore.store.sessions import Store
+from kvstore.store.store import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tiers.cpu import CpuExtent, CpuMemory

@@ -16,7 +16,7 @@ from kvstore.core.index import Entry, State
 from kvstore.core.types import make_key
 from kvstore.store.namespace import Namespace
 from kvstore.store.session import Ask, Session
-from kvstore.store.sessions import Store
+from kvstore.store.store import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.reference import Request

@@ -9,7 +9,7 @@ from itertools import count
 
 from connectors.store_connection import LinkLost
 from kvstore.core.errors import KVStoreError, check
-from kvstore.store.sessions import Store
+from kvstore.store.store import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.harness.fakes import HeapExtent, HeapPool

@@ -25,7 +25,7 @@ from kvstore.core.tier import SlotMemory, Tier, TierContext
 from kvstore.core.types import BlockKey
 from kvstore.store.namespace import Namespace
 from kvstore.store.session import Session
-from kvstore.store.sessions import Store
+from kvstore.store.store import Store
 from tests.harness.fakes import SLOT_BYTES
 from tests.reference import VOCABULARY, Request
 from tests.reference.memory_tier import MemoryTier
