@@ -55,6 +55,7 @@ class RateLog:
         self._clock = clock
         self._lines_max = lines_max
         self._kinds: dict[str, _Kind] = {}
+        self._left_out = False  # of some kind, lines that no summary has told of
 
     def warn(self, kind: str, text: str, *values: object) -> None:
         """Log a line, or count it. kind: what is counted together, as the summary names it."""
@@ -79,16 +80,20 @@ class RateLog:
             self._sum_up(kind, found, now_ns)
         if found.lines >= self._lines_max:
             found.more += 1
+            self._left_out = True
             return
         found.lines += 1
         self._log.log(level, text, *values, exc_info=bug and found.lines == 1)
 
     def tick(self) -> None:
         """Say how many lines were left out, once their time is over."""
+        if not self._left_out:  # as nearly always; each turn of a loop asks
+            return
         now_ns = self._clock()
         for kind, found in self._kinds.items():
             if found.more and now_ns - found.since_ns >= WINDOW_NS:
                 self._sum_up(kind, found, now_ns)
+        self._left_out = any(found.more for found in self._kinds.values())
 
     def _sum_up(self, kind: str, found: _Kind, now_ns: int) -> None:
         if found.more:

@@ -53,7 +53,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("local_limits -k S2_what_raises", "except Exception:", "except ZeroDivisionError:"),
         (
             "local_limits -k S2_what_raises",
-            "with self._barrier.around(what, partial(self.sessions.end, session, *bug)):",
+            "with self._barrier.around(what, cost):",
             "if what:",
         ),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -19,8 +20,11 @@ import pytest
 from kvstore import visits
 from kvstore.handover.consumer import Consumer
 from kvstore.handover.line import Line
+from kvstore.handover.peers import Peers
+from kvstore.logs import LINES_MAX, WINDOW_NS, RateLog
 from kvstore.store import store as stores
 from kvstore.store.namespace import Namespace
+from kvstore.store.server import Server
 from kvstore.store.store import Store
 from kvstore.visits import RESTING_MAX, RESTING_NS, Visits
 from kvstore.wire import engine as p
@@ -33,7 +37,7 @@ from tiers.nvme.block_io import ThreadMover
 from tiers.nvme.disk import IDLE_S, NvmeDisk
 from tiers.nvme.index import Durable
 from tiers.nvme.namespace import DiskNamespace
-from tiers.nvme.tier import Run
+from tiers.nvme.tier import NvmeTier, Run
 
 PAGE = 1 << 16
 FEW, MANY = 20, 120
@@ -132,7 +136,7 @@ def test_S4_a_turn_calls_no_more_for_a_hundred_namespaces_more(store: LiveStore)
 def test_a_turn_asks_nothing_of_an_exporter_or_a_disk_that_has_nothing_to_say(
     store: LiveStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each asks the system: in a hand-over of small blocks the loop's turns cost most."""
+    """Some of it asks the system: in a hand-over of small blocks the loop's turns cost most."""
     with engine(store, page_bytes=PAGE) as live:
         peers = store.server._peers
         assert peers is not None
@@ -147,15 +151,12 @@ def test_a_turn_asks_nothing_of_an_exporter_or_a_disk_that_has_nothing_to_say(
             (Child, "ended"),
             (os, "eventfd_read"),
             (NvmeDisk, "_look"),
+            (NvmeDisk, "poll"),
+            (NvmeTier, "take_changes"),  # no engine wants events
+            (Peers, "poll"),
             (Line, "receive"),
         ):
-            real = getattr(of, verb)
-
-            def noted(*of_it: Any, verb: str = verb, real: Any = real) -> Any:  # noqa: ANN401
-                asked[verb] += 1
-                return real(*of_it)
-
-            monkeypatch.setattr(of, verb, noted)
+            note_calls(monkeypatch, of, verb, asked)
         before, turns = time.monotonic(), 300
         for _ in range(turns):
             live.scheduler.send(p.Step())
@@ -163,6 +164,63 @@ def test_a_turn_asks_nothing_of_an_exporter_or_a_disk_that_has_nothing_to_say(
         rarely = (time.monotonic() - before) / IDLE_S + 5  # the directory, and a Ping now and then
         assert max(asked.values(), default=0) <= rarely
         assert asked["ended"] + asked["eventfd_read"] < turns / 10
+
+
+def note_calls(
+    monkeypatch: pytest.MonkeyPatch,
+    of: Any,  # noqa: ANN401 - a class or a module
+    verb: str,
+    asked: Counter[str],
+) -> None:
+    """Count the calls of a function."""
+    real = getattr(of, verb)
+
+    def noted(*of_it: Any) -> Any:  # noqa: ANN401
+        asked[verb] += 1
+        return real(*of_it)
+
+    monkeypatch.setattr(of, verb, noted)
+
+
+def test_L1_peers_have_each_turn_while_a_request_is_held_for_them(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that is handed over is pinned once it is ready: later it may have been evicted."""
+    with engine(store, page_bytes=PAGE) as live:
+        live.read(live.ask(hashes(1)))
+        asked: Counter[str] = Counter()
+        note_calls(monkeypatch, Peers, "poll", asked)
+        note_calls(monkeypatch, Server, "_turn", asked)
+        live.scheduler.send(p.Step(handed_over=(p.HandedOver("r", "running"),)))
+        live.read(live.ask(hashes(1)))
+        asked.clear()
+        for _ in range(100):
+            live.ask(hashes(1), memory_only=True)
+        assert asked["poll"] >= asked["_turn"] - 1 >= 99
+
+
+def test_a_log_that_left_nothing_out_asks_no_clock() -> None:
+    now_ns, asked = 0, Counter[str]()
+
+    def clock() -> int:
+        asked["clock"] += 1
+        return now_ns
+
+    said = RateLog(logging.getLogger(__name__), clock)
+    for kind in ("a", "a", "b"):
+        said.warn(kind, "a line")
+    asked.clear()
+    said.tick()
+    assert not asked
+    for _ in range(LINES_MAX):
+        said.warn("a", "a line")
+    said.tick()
+    assert asked["clock"] == LINES_MAX + 1, "two lines of one kind were left out"
+    now_ns = WINDOW_NS
+    said.tick()  # tells of them
+    asked.clear()
+    said.tick()
+    assert not asked
 
 
 def test_S4_what_is_at_rest_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:

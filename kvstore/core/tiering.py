@@ -94,6 +94,7 @@ class Tiering:
         self.sources = (*tiers, *remote)
         self._at_once = LEADING_MAX if all(isinstance(t, Leading) for t in self.sources) else 1
         self._telling = [tier for tier in tiers if isinstance(tier, Telling)]
+        self._told = False
         self._manager = manager
         self._slot_bytes = slot_bytes
         self._now_ns = 0
@@ -113,13 +114,14 @@ class Tiering:
 
     def tell(self) -> None:
         """Have the tiers that can note what enters and leaves them."""
+        self._told = True
         for tier in self._telling:
             tier.tell()
 
     def take_changes(self) -> Changes:
         """Return what entered and left these tiers since the last call; nothing before tell()."""
         told = Changes()
-        for tier in self._telling:
+        for tier in self._telling if self._told else ():
             changes = tier.take_changes()
             told.added += changes.added
             told.removed += changes.removed

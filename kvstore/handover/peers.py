@@ -373,6 +373,12 @@ class Peers:
             return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
         return wait_s
 
+    @property
+    def busy(self) -> bool:
+        """Tell whether poll() has something to do in each turn: what is handed over, or held."""
+        held = len(self.producer.request_leases)  # their blocks are pinned as they become ready
+        return bool(held or self._used or self.engine_writes.open or self.producer.busy)
+
     def gauges(self) -> dict[tuple[str, ...], float]:
         """Return gauges, and counters kept here."""
         counts = self.channel.counts + self.producer.counts

@@ -49,6 +49,7 @@ _READ_BYTES = 1 << 18
 _TICK_S = 0.2
 _SMALL_BYTES = limits.OUTBOXES_BYTES_MAX >> 12  # of one connection: all of them may have it
 _BUSY_TICK_S = 0.001
+_IDLE_NS = 5_000_000  # between two looks at a disk, or peers, of which nothing has come
 _CLOSE_S = 0.5
 _CLOSE_TICK_S = 0.05
 _PAUSE_NS = 500_000_000  # after a connection could not be taken, for want of descriptors say
@@ -134,6 +135,7 @@ class Server:
         self._peers = self._make_peers(config.peer, config.engine)
         self._plugins = [Plugin(tier) for tier in config.tiers]
         self._watched: tuple[int, ...] = ()  # descriptors of the peers
+        self._disk_ns = self._peers_ns = 0  # when they are polled again though nothing has come
         self.store = Store(
             config, pool, self._make_tiers, self._send, first, self._disk, self._peers
         )
@@ -206,13 +208,13 @@ class Server:
         self._gauges_fresh.wait(_GAUGES_S)
 
     def _turn(self) -> None:
+        disk, peers = self._disk, self._peers
         timeout = _BUSY_TICK_S if self.store.busy else _TICK_S
-        if self._disk is not None:
-            timeout = min(timeout, self._disk.next_s)
-        if self._peers is not None:
-            timeout = min(timeout, self._watch(self._peers))
-        for key, events in self._selector.select(timeout):
-            if key.data is self._peers is not None:
+        disk_s = _TICK_S if disk is None else disk.next_s
+        peers_s = _TICK_S if peers is None else self._watch(peers)
+        for key, events in self._selector.select(min(timeout, disk_s, peers_s)):
+            if key.data is peers is not None:
+                self._peers_ns = 0
                 continue
             connection: _Connection | None = key.data
             if connection is None:
@@ -223,10 +225,13 @@ class Server:
         now_ns = time.monotonic_ns()
         self._accept_again(now_ns)
         self._said.tick()
-        if self._disk is not None:
-            self._disk.poll()
-        if self._peers is not None:
-            self._peers.poll(now_ns)
+        if disk is not None and (disk_s <= _BUSY_TICK_S or now_ns >= self._disk_ns):
+            disk.poll()
+            self._disk_ns = time.monotonic_ns() + _IDLE_NS
+        peers_due = peers_s <= _BUSY_TICK_S or now_ns >= self._peers_ns
+        if peers is not None and (peers_due or peers.busy):
+            self._peers_ns = now_ns + _IDLE_NS
+            peers.poll(now_ns)
         self.store.on_tick(now_ns)
         self._flush()
         if self._gauges_wanted.is_set() and now_ns - self._gauges_ns > _GAUGES_NS:

@@ -35,6 +35,7 @@ from tiers.nvme import NvmeDisk
 
 log = logging.getLogger(__name__)
 
+BUG = "a bug of the store"
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
 
 OfPeers = p.Arrived | p.Target | p.BlocksWritten | p.Serves
@@ -169,9 +170,9 @@ class Store:
                 self._tick_namespace(namespace)
         for session in self.sessions.values():
             if session.phase is not Phase.ENDING:
-                bug = "internal", "a bug of the store"
                 what = f"the turns of engine {session.engine!r}"
-                with self._barrier.around(what, partial(self.sessions.end, session, *bug)):
+                cost = partial(self.sessions.end, session, "internal", BUG)
+                with self._barrier.around(what, cost):
                     self._tick_session(session)
         if self._clearing and not any(n.manager.clearing for n in self.namespaces.awake):
             waiting, self._clearing = self._clearing, []
@@ -187,7 +188,7 @@ class Store:
         """A bug was met in a namespace: serve it no more."""
         self.namespaces.give_up(namespace)
         for session in namespace.sessions.values():
-            self.sessions.end(session, "internal", "a bug of the store")
+            self.sessions.end(session, "internal", BUG)
 
     def _tick_session(self, session: Session) -> None:
         if session.phase is Phase.JOINING:
@@ -203,10 +204,13 @@ class Store:
     @property
     def busy(self) -> bool:
         """Tell whether something is under way that no message will announce."""
-        waiting = any(session.asks for session in self.sessions.values())  # for a deadline, say
-        return waiting or any(
-            n.tiering.to_poll or n.growing or n.manager.clearing for n in self.namespaces.awake
-        )
+        for session in self.sessions.values():
+            if session.asks:  # for a deadline, say
+                return True
+        for namespace in self.namespaces.awake:
+            if namespace.tiering.to_poll or namespace.growing or namespace.manager.clearing:
+                return True
+        return False
 
     def _tick_namespace(self, namespace: Namespace) -> None:
         manager = namespace.manager
