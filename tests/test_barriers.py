@@ -28,7 +28,7 @@ from kvstore.store import store as stores
 from kvstore.store.extents import Memory
 from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
-from kvstore.store.store import Store
+from kvstore.store.sessions import Sessions
 from kvstore.wire import engine as p
 from kvstore.wire import peer as m
 from tests.harness.fakes import blocks, hashes
@@ -232,7 +232,7 @@ def serves(live: LiveEngine, name: str) -> None:
     eventually(lambda: blocks(live.ask(chain, memory_only=True)) == [0, 1])
 
 
-@pytest.mark.parametrize("where", [(Lookups, "end"), (Memory, "forget"), (Store, "_give_back")])
+@pytest.mark.parametrize("where", [(Lookups, "end"), (Memory, "forget"), (Sessions, "_give_back")])
 def test_S2_what_the_end_of_an_engine_meets_costs_what_it_had(
     store: LiveStore, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
 ) -> None:
