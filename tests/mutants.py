@@ -47,7 +47,7 @@ class Mutant(NamedTuple):
 LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/store/store.py": (
         (
-            "store -k S2_a_scheduler_half",
+            "store -k S2_a_worker_that_reports",
             'raise ProtocolError(f"{type(message).__name__} before Welcome")',
         ),
         ("local_limits -k S2_what_raises", "except Exception:", "except ZeroDivisionError:"),

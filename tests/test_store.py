@@ -76,6 +76,16 @@ def test_S2_a_scheduler_half_that_asks_before_its_session_is_welcome_is_refused(
     assert not town.store.numbers.counts["kvstore_refused", "internal"]
 
 
+def test_S2_a_worker_that_reports_before_its_session_is_welcome_is_refused() -> None:
+    """The other rank is not there yet, and so no model to have blocks of."""
+    town = Town()
+    early = Engine(town, "early", world=2)
+    early.join_rank(0, early.workers[0])
+    early.report(0, [0], [b"key"], [b""])
+    (detach,) = town.take(early.workers[0], p.Detach)
+    assert detach.reason == "Stored before Welcome"
+
+
 def test_a_worker_that_does_not_map_what_is_there_ends_its_session_only() -> None:
     town = Town()
     good = town.attach("good")
