@@ -74,7 +74,7 @@ def test_what_was_recorded_is_refused_and_counted_when_it_is_said_again(
     number = friend.channel.connect(tap.address)
     friend.channel.send(number, m.Settle(1, 0))
     until(lambda: server.got, server, friend)
-    assert b"Release" not in tap.up, "it is encrypted"
+    assert b"Settle" not in tap.up, "it is encrypted"
     host, _, port = server.channel.address.rpartition(":")
     with socket.create_connection((host, int(port))) as thief:
         thief.sendall(tap.up)

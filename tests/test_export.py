@@ -334,8 +334,8 @@ def test_P8_a_write_that_outlives_its_lease_lands_in_quarantine(
 ) -> None:
     pair, chain, moving = Pair(), hashes(2), list[Callable[[], None]]()
     pair.put(chain)
-    write = pair.moves.write
-    monkeypatch.setattr(pair.moves, "write", lambda *job: moving.append(partial(write, *job)))
+    move = pair.moves.move
+    monkeypatch.setattr(pair.moves, "move", lambda *job: moving.append(partial(move, *job)))
     pair.want(chain, push=True)
     pair.decode.ask(chain)
     while not moving:

@@ -109,7 +109,7 @@ def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
     def read(part: Part, *_: object) -> None:
         got.append((part.peer, len(part.positions)))
 
-    arrivals._transfers.read = read  # type: ignore[method-assign,assignment]
+    arrivals._transfers.move = read  # type: ignore[method-assign,assignment]
     for peer, count in ((1, 9), (2, 9), (3, 1)):
         keys = keys_of(hashes(count, str(peer)))
         fetch = bare_fetch(arrivals, peer, keys)

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.handover import transfers
 from kvstore.handover.runs import Part
-from kvstore.handover.transfers import Landing, SlotRead, Transfers
+from kvstore.handover.transfers import Landing, SlotMove, Transfers
 from kvstore.units import MIB
 from kvstore.wire import peer as m
 from tests.harness.patience import WAIT_S
@@ -134,7 +134,10 @@ def test_B20_a_transfer_is_abandoned_when_none_of_its_blocks_is_wanted(
     region = m.Region(1, 4096, 8)
     for number in (1, 2):
         both = array("I", [0, 1])
-        mover.read(Part(1, number, range(2)), "peer", "a", SlotRead(region, both, both))
+        read = SlotMove(
+            write=False, slot_bytes=SLOT, extent=2, local=both, region=region, remote=both
+        )
+        mover.move(Part(1, number, range(2)), "peer", "a", read)
     for part in (Part(1, 1, [0]), Part(1, 1, [0]), Part(1, 2, [0]), Part(2, 1, [1])):
         mover.abandon(part)
     assert exporter.abandoned == []

@@ -19,7 +19,7 @@ from kvstore.handover.fetches import Fetch
 from kvstore.handover.jobs import Source
 from kvstore.handover.moves import CHECKED, CLAIMED, LANDED, MOVING
 from kvstore.handover.runs import Part, Run, at, joined, runs_of
-from kvstore.handover.transfers import Landing, Slots, Transfers
+from kvstore.handover.transfers import Landing, SlotMove, Slots, Transfers
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, u32
 
@@ -47,6 +47,8 @@ class LandingTurns:
         """Assign free slots to what still waits: of a fetch, runs of its blocks, their slots."""
         share = max(1, self._landing.count * 3 // 4)
         for peer, waiting in list(self._waiting.items()):
+            while waiting and not waiting[0][0].left:  # else ended fetches stay, of a peer with
+                waiting.popleft()  # no landing slot to have
             room = share - self._used[peer]
             free = self._landing.take(room) if room > 0 else array(U32)
             fetches: dict[int, Fetch] = {}
@@ -147,8 +149,16 @@ class Arrivals:
     def _read(self, fetch: Fetch, positions: Sequence[int]) -> None:
         """Read blocks of one fetch, in one go for each extent of the peer's."""
         agent, _ = self._peers.reached_at(fetch.connection)
-        for of, read in fetch.slot_reads(positions):
-            self._transfers.read(fetch.part(of), agent, self._digest, read)
+        for region, of, slots in fetch.places.by_region(positions):
+            move = SlotMove(
+                write=False,
+                slot_bytes=self.landing.slot_bytes,
+                extent=self.landing.extent,
+                local=at(fetch.landing, of),
+                region=region,
+                remote=slots,
+            )
+            self._transfers.move(fetch.part(of), agent, self._digest, move)
 
     def _land(self, fetch: Fetch, positions: Sequence[int]) -> None:
         """Tell the peer where to write blocks of one fetch."""

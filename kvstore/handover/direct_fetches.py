@@ -102,8 +102,8 @@ class DirectFetch(msgspec.Struct, eq=False):
         for engine, blocks in fetch.engine_reads(found):
             self.tell_engine(engine, fetch.engines[engine], blocks)
         in_slots = [position for position in found if position not in fetch.residents]
-        for of, read in fetch.slot_reads(in_slots):
-            self.tell_slots(self.peer(), read.region, of, read.numbers)
+        for region, of, slots in fetch.places.by_region(in_slots):
+            self.tell_slots(self.peer(), region, of, slots)
 
     def written(self, fetch: Fetch, runs: Sequence[Run]) -> None:
         """The peer has written blocks into the engine."""

@@ -20,7 +20,7 @@ from kvstore.core.layout import RankPages
 from kvstore.core.types import BlockKey
 from kvstore.handover.moves import CHECKED, CLAIMED, DONE, LANDED, MOVING, OFFERED, WANTED, Move
 from kvstore.handover.runs import Places, Run, at, numbers, runs_of
-from kvstore.handover.transfers import Regions, SlotRead
+from kvstore.handover.transfers import Regions
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, u32
 
@@ -272,11 +272,6 @@ class Fetch(Move):
         if self.keys[first:end] == keys and self.states.are((first, end), OFFERED):
             return len(keys)
         return int(self.states[first] == OFFERED)
-
-    def slot_reads(self, positions: Sequence[int]) -> Iterator[tuple[Sequence[int], SlotRead]]:
-        """Gather reads of the peer's slots by its extent: positions, and a read of them."""
-        for region, found, slots in self.places.by_region(positions):
-            yield found, SlotRead(region, slots, at(self.landing, found))
 
     def engine_reads(self, positions: Iterable[int]) -> Iterator[tuple[int, dict[int, list[int]]]]:
         """Gather reads of engines' memory, by engine and how many engine blocks a block has."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.types import Chain
-from kvstore.handover.consumer import LEASE_MS
+from kvstore.handover.fetches import LEASE_MS
 from kvstore.handover.jobs import Source
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.wire import peer as m

@@ -20,7 +20,7 @@ from kvstore.handover.engine_blocks import Engines, Resident
 from kvstore.handover.moves import MOVING, STAGING, SUMMED, SUMMING, TOLD, Move
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Places, Run, at, joined, numbers, runs_of
-from kvstore.handover.transfers import EngineWrite, SlotFill, SlotWrite
+from kvstore.handover.transfers import EngineWrite, SlotFill, SlotMove
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, WORD, Message, u32
 
@@ -374,7 +374,7 @@ class Job(Move):
         if position in self.targets:
             raise ProtocolError(f"a second place for position {position}")
 
-    def slot_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, SlotWrite]]:
+    def slot_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, SlotMove]]:
         """Gather writes to landing slots, one for each pair of extents."""
         size = self.source.layout.slot_bytes
         for region, found, there in self.landings.by_region(joined(runs_of(positions))):
@@ -382,7 +382,17 @@ class Job(Move):
             for extent in dict.fromkeys(extents):
                 of_it = m.neighbours([n for n, each in enumerate(extents) if each == extent])
                 part = self.part(m.neighbours([found[n] for n in of_it]))
-                yield part, SlotWrite(extent, at(places, of_it), size, region, at(there, of_it))
+                yield (
+                    part,
+                    SlotMove(
+                        write=True,
+                        slot_bytes=size,
+                        extent=extent,
+                        local=at(places, of_it),
+                        region=region,
+                        remote=at(there, of_it),
+                    ),
+                )
 
     def direct_writes(
         self, positions: Sequence[int]

@@ -22,7 +22,7 @@ from kvstore.handover.jobs import LOOK_NS, Job, OwnExporter, Peer, Source
 from kvstore.handover.moves import DONE, MOVING, SUMMED, TOLD, WANTED
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Run, at, joined, runs_of
-from kvstore.handover.transfers import EngineWrite, SlotFill, Slots, SlotWrite, Transfers
+from kvstore.handover.transfers import EngineWrite, SlotFill, SlotMove, Slots, Transfers
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, u32
 
@@ -31,7 +31,7 @@ WANTED_MAX = 1 << 21  # blocks in open jobs of all peers: a few hundred bytes ea
 EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
 
 Send = Callable[[int, Message], None]
-Write = SlotWrite | EngineWrite | SlotFill
+Write = SlotMove | EngineWrite | SlotFill
 Guard = Callable[[int], AbstractContextManager[object]]
 OfJob = m.Land | m.Settle
 
@@ -387,8 +387,9 @@ class Producer:
             writes = job.slot_writes(positions)
         for part, write in writes:
             match write:
-                case SlotWrite():
-                    self._transfers.write(part, job.peer.agent, write)
+                case SlotMove():
+                    digest = job.source.layout.digest
+                    self._transfers.move(part, job.peer.agent, digest, write)
                 case EngineWrite():
                     workers = job.source.engines.workers(write.engine)
                     self._engine_writes.start(part, write, workers, now_ns)

@@ -51,22 +51,18 @@ QUIET_NS = 60_000_000_000  # anything is in quarantine, and no hand-over is open
 # What is moved
 
 
-class SlotRead(msgspec.Struct, frozen=True):
-    """Slots of one of a peer's extents, and the landing slots that they are read into."""
+class SlotMove(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots of one of our extents, and those of a peer's region that they are moved from or to.
 
-    region: m.Region
-    numbers: array[int]
-    landing: array[int]
+    write: to the peer. On the side that is written to, they are landing slots.
+    """
 
-
-class SlotWrite(msgspec.Struct, frozen=True):
-    """Slots of one of our extents, and the peer's landing slots that they are written to."""
-
-    extent: int
-    numbers: array[int]
+    write: bool
     slot_bytes: int
-    landing: m.Region
-    landing_slots: array[int]
+    extent: int
+    local: array[int]
+    region: m.Region
+    remote: array[int]
 
 
 class SlotFill(msgspec.Struct, frozen=True):
@@ -418,26 +414,23 @@ class Transfers:
 
     # Transfers
 
-    def read(self, part: Part, agent: str, digest: str, read: SlotRead) -> None:
-        """Read a peer's slots into a namespace's landing slots, in batches; ends as Arrived."""
-        landing = self._landings[digest]
-        size = landing.slot_bytes
-        address, region_bytes = read.region.base, read.region.slots * size
-        for piece in batches(len(part.positions), size):
-            local, remote = read.landing[piece].tobytes(), read.numbers[piece].tobytes()
-            move = nixl.Transfer(
-                0, agent, False, landing.extent, address, region_bytes, size, local, remote
+    def move(self, part: Part, agent: str, digest: str, move: SlotMove) -> None:
+        """Move slots of a namespace; a read ends in batches, as Arrived, and a write as Written."""
+        size, region = move.slot_bytes, move.region
+        whole = (slice(None),)
+        for piece in whole if move.write else batches(len(part.positions), size):
+            transfer = nixl.Transfer(
+                id=0,
+                peer=agent,
+                write=move.write,
+                extent=move.extent,
+                address=region.base,
+                region_bytes=region.slots * size,
+                block_bytes=size,
+                local=move.local[piece].tobytes(),
+                remote=move.remote[piece].tobytes(),
             )
-            self._start(move, digest, part.cut(piece))
-
-    def write(self, part: Part, agent: str, write: SlotWrite) -> None:
-        """Write slots to a peer's landing slots; ends as Written."""
-        size, region = write.slot_bytes, write.landing
-        local, remote = write.numbers.tobytes(), write.landing_slots.tobytes()
-        move = nixl.Transfer(
-            0, agent, True, write.extent, region.base, region.slots * size, size, local, remote
-        )
-        self._start(move, None, part)
+            self._start(transfer, None if move.write else digest, part.cut(piece))
 
     def fill(self, part: Part, fill: SlotFill) -> None:
         """Write parts of slots to a peer's engine; ends as Written."""

@@ -87,20 +87,17 @@ class Moves:
 
         self.do(work)
 
-    def write(self, part: Part, agent: str, write: t.SlotWrite) -> None:
-        def work() -> t.Event:
-            landing = self.landing_at(agent, write.landing)
-            found = [self.slot("", write.extent, number) for number in write.numbers]
-            return t.Written(part, _put(landing, write.landing_slots, found))
+    def move(self, part: Part, agent: str, digest: str, move: t.SlotMove) -> None:
+        def write() -> t.Event:
+            landing = self.landing_at(agent, move.region)
+            found = [self.slot("", move.extent, number) for number in move.local]
+            return t.Written(part, _put(landing, move.remote, found))
 
-        self.do(work)
+        def read() -> t.Event:
+            found = [self.slot(agent, move.region.extent, number) for number in move.remote]
+            return t.Arrived(digest, part, _put(self.landing(digest, 0), move.local, found))
 
-    def read(self, part: Part, agent: str, digest: str, read: t.SlotRead) -> None:
-        def work() -> t.Event:
-            found = [self.slot(agent, read.region.extent, number) for number in read.numbers]
-            return t.Arrived(digest, part, _put(self.landing(digest, 0), read.landing, found))
-
-        self.do(work)
+        self.do(write if move.write else read)
 
     def fill(self, part: Part, fill: t.SlotFill) -> None:
         self.do(lambda: t.Written(part, self.filled(fill)))
