@@ -376,6 +376,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "self.landing.give_back(fetch.landing[first:end])",
         ),
         ("export", "self.quarantined -= len(positions)"),
+        ("export_turns -k S2", "while waiting and not waiting[0][0].left:", "while False:"),
     ),
     "kvstore/handover/direct_fetches.py": (
         (

@@ -124,6 +124,24 @@ def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
     assert got[2:] == [(3, 1)]
 
 
+def test_S2_a_fetch_that_has_ended_does_not_wait_for_a_landing_slot() -> None:
+    pair = Pair()
+    arrivals = pair.consumer.arrivals
+    taken = arrivals.landing.take(LANDING)
+    made = [bare_fetch(arrivals, 1, keys_of(hashes(2, str(number)))) for number in range(3)]
+    for fetch in made:
+        fetch.states.put(fetch.all, moves.CLAIMED)
+        arrivals._turns.queue(fetch, fetch.all)
+    made[0].left = made[1].left = 0
+    arrivals.start()
+    assert [fetch for fetch, _ in arrivals._turns._waiting[1]] == made[2:]
+    made[2].left = 0
+    arrivals.start()
+    assert not arrivals._turns._waiting
+    arrivals.landing.give_back(taken)
+    pair.check_nothing_left()
+
+
 def test_what_is_said_of_many_blocks_is_what_is_said_of_each() -> None:
     """Blocks 2 and 3 were asked for before, and that peer has not answered."""
     pair, chain = Pair(), hashes(5)

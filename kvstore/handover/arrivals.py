@@ -47,8 +47,9 @@ class LandingTurns:
         """Assign free slots to what still waits: of a fetch, runs of its blocks, their slots."""
         share = max(1, self._landing.count * 3 // 4)
         for peer, waiting in list(self._waiting.items()):
-            while waiting and not waiting[0][0].left:  # else ended fetches stay, of a peer with
-                waiting.popleft()  # no landing slot to have
+            # Ended fetches of a peer that gets no slot would stay.
+            while waiting and not waiting[0][0].left:
+                waiting.popleft()
             room = share - self._used[peer]
             free = self._landing.take(room) if room > 0 else array(U32)
             fetches: dict[int, Fetch] = {}
