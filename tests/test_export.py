@@ -51,11 +51,10 @@ def test_P8_B20_a_landing_slot_is_abandoned_and_not_used_again_while_something_m
 ) -> None:
     pair, chain = stored(3)
     moving: list[Callable[[], None]] = []
-    target, name = pair.moves, "write" if push else "read"
-    move = getattr(target, name)
-    monkeypatch.setattr(target, name, lambda *job: moving.append(partial(move, *job)))
+    move = pair.moves.move
+    monkeypatch.setattr(pair.moves, "move", lambda *job: moving.append(partial(move, *job)))
     abandoned: list[Part] = []
-    monkeypatch.setattr(target, "abandon", abandoned.append)
+    monkeypatch.setattr(pair.moves, "abandon", abandoned.append)
     number = pair.want(chain, push=push)
     pair.decode.ask(chain)
     while len(pair.landing._free) > LANDING - 3 or not moving:
