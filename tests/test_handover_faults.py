@@ -16,7 +16,14 @@ import pytest
 
 from kvstore.wire import engine as p
 from tests.harness.fakes import hashes
-from tests.harness.handover_nodes import Node, gone, nothing_left, release, signal_now
+from tests.harness.handover_nodes import (
+    Node,
+    gone,
+    nothing_left,
+    release,
+    signal_now,
+    started,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -33,14 +40,9 @@ def transport(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def nodes(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("nodes")
-    made = tuple(Node(folder / name, environment=TRANSPORTS[transport]) for name in "pd")
-    try:
-        for node in made:
-            node.start()
+    made = [Node(folder / name, environment=TRANSPORTS[transport]) for name in "pd"]
+    with started(*made):
         yield made[0], made[1]
-    finally:
-        for node in made:
-            node.stop()
 
 
 @pytest.fixture
@@ -328,8 +330,7 @@ def test_B14_several_peers_at_a_time_one_of_which_hangs(
 ) -> None:
     prefill, decode = pair
     other = Node(tmp_path / "other", environment=TRANSPORTS[transport])
-    try:
-        other.start()
+    with started(other):
         decode.get_all(computed(other, "met", 2), other.address)
         stuck = [computed(other, f"stuck {number}", 12) for number in range(2)]
         chain = computed(prefill, "beside", 12)
@@ -348,9 +349,6 @@ def test_B14_several_peers_at_a_time_one_of_which_hangs(
         for lease in leases:
             release(decode.engine, lease)
         decode.wait(lambda: not decode.held(), NOTICED_S)
-    finally:
-        other.revive()
-        other.stop()
 
 
 @pytest.fixture

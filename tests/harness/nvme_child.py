@@ -20,7 +20,6 @@ order.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import random
@@ -34,6 +33,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.nvme_blocks import disk_bytes
 from tests.harness.nvme_crash import (
     HARMLESS,
     MIB,
@@ -70,8 +70,7 @@ CAPS = (5 * MIB, 6 * MIB, 8 * MIB)
 AMID_S = 0.004
 STEP_S = 0.0005
 CHANGE_S = (0.1, 0.4)  # when the cap changes, or all is cleared
-KEPT_S = 0.3
-_EXPECTED = HARMLESS | {"resize", "discarded", "unlinked", "cleared", "unplaced"}
+_EXPECTED = HARMLESS | {"discarded", "cleared", "unplaced"}  # why a block may leave
 
 
 class Watch:
@@ -173,41 +172,22 @@ def _watch_all(watch: Watch) -> None:
 
 
 class Cap:
-    """What a directory may take: after a change to less, the most of before until it takes less.
+    """What a directory may take: after a change to less, as much as before until it takes less."""
 
-    It must have kept that for a moment: an extent may be under way that was begun before.
-    """
-
-    def __init__(self, folder: Path, capacity_bytes: int, watch: Watch) -> None:
-        self._folder, self._watch = folder, watch
-        self._limit_bytes = max(CAPS)
-        self.change(capacity_bytes)
-
-    def change(self, capacity_bytes: int) -> None:
-        self._over_s = time.monotonic()
-        self._capacity_bytes = capacity_bytes
-        self._limit_bytes = max(self._limit_bytes, capacity_bytes)
+    def __init__(self, folder: Path, disk: NvmeDisk, watch: Watch) -> None:
+        self._folder, self._disk, self._watch = folder, disk, watch
+        self._limit_bytes = max(CAPS)  # of the process before
 
     def check(self) -> None:
-        used = physical_bytes(self._folder)
+        capacity_bytes, used = self._disk.capacity_bytes, disk_bytes(self._folder)
+        self._limit_bytes = max(self._limit_bytes, capacity_bytes)
         if used > self._limit_bytes:  # one file may have gone, and another come, meanwhile
-            used = min(used, physical_bytes(self._folder))
+            used = min(used, disk_bytes(self._folder))
         assert used <= self._limit_bytes, f"{used} bytes on disk, the cap is {self._limit_bytes}"
-        now_s = time.monotonic()
-        if used > self._capacity_bytes:
-            self._over_s = now_s
-        elif self._capacity_bytes < self._limit_bytes and now_s - self._over_s > KEPT_S:
-            self._limit_bytes = self._capacity_bytes
-            self._watch.say("within", self._limit_bytes)
-
-
-def physical_bytes(folder: Path) -> int:
-    """Bytes that everything in a directory takes on disk."""
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.lstat().st_blocks * 512
-    return total
+        # An extent may be under way that was begun before the change.
+        if used <= capacity_bytes < self._limit_bytes and not self._disk.room.making:
+            self._limit_bytes = capacity_bytes
+            self._watch.say("within", capacity_bytes)
 
 
 class Life:
@@ -215,12 +195,11 @@ class Life:
 
     def __init__(self, folder: Path, watch: Watch, rng: random.Random, capacity_bytes: int) -> None:
         self._watch, self._rng = watch, rng
-        self._capacity_bytes = capacity_bytes
         self._told = ""
         self._ends = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: self._ends.set())
         self._disk = NvmeDisk(settings_for(folder, capacity_bytes))
-        self._cap = Cap(folder, capacity_bytes, watch)
+        self._cap = Cap(folder, self._disk, watch)
         self._loads = [
             Load(self._disk, number, size, rng, lambda names: watch.say_blocks("stored", names))
             for number, size in enumerate(SLOT_BYTES)
@@ -263,12 +242,11 @@ class Life:
             self._loads[0].tier.clear()
             self._watch.reach("clear")
             return
-        others = [cap for cap in CAPS if cap != self._capacity_bytes]
+        others = [cap for cap in CAPS if cap != self._disk.capacity_bytes]
         capacity_bytes = (
             min(others) if self._watch.point == "forgotten" else self._rng.choice(others)
         )
         self._watch.say("resize", capacity_bytes)
-        self._cap.change(capacity_bytes)
         self._disk.resize(capacity_bytes)
         self._watch.reach("resize")
 

@@ -30,7 +30,8 @@ MIB = 1 << 20
 SLOT_BYTES = (4096, 5000)  # of each namespace
 WINDOW_S = 0.02
 GO_ON_SHARE = 0.1
-HARMLESS = {"evicted"}  # why a start may drop a block
+# Why a start may drop blocks: the cap is smaller now. What hangs below one goes with it.
+HARMLESS = {"evicted", "resize", "unlinked"}
 NEVER = float("inf")
 NAMES = {key: name for n in range(len(SLOT_BYTES)) for key, name in names_of(n).items()}
 
@@ -139,6 +140,9 @@ class Campaign:
             disk.poll()
             time.sleep(0.0002)  # for the keeper
         assert not list(folder.glob("index.damaged*")), f"{self.label}: the index was set aside"
+        known = {file.path.name for space in disk.spaces for file in space.extents.values()}
+        unknown = {path.name for path in folder.glob("*.extent")} - known
+        assert not unknown, f"{self.label}: {unknown} take space for nothing"
         found = {name for load in loads for name in load.records()}
         for load in loads:
             load.check_closed()
