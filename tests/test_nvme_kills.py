@@ -33,7 +33,7 @@ ENDS = (*POINTS, *["time"] * 8, *["loading"] * 4, *["row"] * 3)
 OFTEN = {"read": 60, "half-written": 20, "written": 60, "sync": 10, "gone": 40}
 ONCE = ("load", "loaded", "clear", "resize", "made", "known", "forgotten")
 RARE = 3  # times that other points are passed before
-POINT_S = 1.5
+POINT_S = 30.0  # until a point is reached, however busy the machine is
 
 
 class Killed:
@@ -114,7 +114,7 @@ class Kills(Campaign):
             most = 1 if end in ONCE else OFTEN.get(end, RARE)
             life = self.start(end, rng.randint(1, most))
             life.wait(WAIT_S, lambda: life.said("serving"))
-            life.wait(POINT_S)
+            life.wait(0.0 if end == "load" else POINT_S)  # a small index may be read in one turn
         else:
             life = self.start()
             begins = ("loading", "serving") if end == "loading" else ("serving",)
@@ -211,7 +211,8 @@ def check_states_met(seen: Counter[str]) -> None:
     """What it has shown, it has shown in these states."""
     for what in ("killed in a commit", "killed while loading", "within a smaller cap"):
         assert seen[what], f"{what}: {seen}"
-    assert sum(seen[f"killed at {point}"] > 0 for point in POINTS) >= len(POINTS) - 4, seen
+    missed = {point for point in POINTS if not seen[f"killed at {point}"]}
+    assert missed <= {"load"}, seen
     assert seen["gone"] > 10 * KILLS, "the cap was hardly reached"
     assert seen["resizes up"]
     assert seen["resizes down"]

@@ -37,6 +37,7 @@ from tests.harness.nvme_blocks import disk_bytes
 from tests.harness.nvme_crash import (
     HARMLESS,
     MIB,
+    NEVER,
     SLOT_BYTES,
     names_in,
     settings_for,
@@ -216,7 +217,8 @@ class Life:
             reasons = {each for space in self._disk.spaces for each in space.counts}
             assert reasons <= _EXPECTED, f"blocks left for {reasons - _EXPECTED}"
             if time.monotonic() > changes_s and self._told == "serving":
-                changes_s = float("inf")
+                aims = bool(self._watch.point)  # then it goes on until it is there
+                changes_s = time.monotonic() + self._rng.uniform(*CHANGE_S) if aims else NEVER
                 self._change()
             time.sleep(STEP_S)
         for load in self._loads:
@@ -243,9 +245,7 @@ class Life:
             self._watch.reach("clear")
             return
         others = [cap for cap in CAPS if cap != self._disk.capacity_bytes]
-        capacity_bytes = (
-            min(others) if self._watch.point == "forgotten" else self._rng.choice(others)
-        )
+        capacity_bytes = self._rng.choice(others)
         self._watch.say("resize", capacity_bytes)
         self._disk.resize(capacity_bytes)
         self._watch.reach("resize")
