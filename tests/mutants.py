@@ -230,11 +230,10 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("turns -k S4_a_namespace_wakes_when_its_memory", "self._wake(donor)"),
     ),
     "tiers/nvme/disk.py": (
-        ("nvme_failing -k removal_failed", "self.room.start_over()"),
         (
-            "turns -k S4_what_is_written",
-            "self.wake(space)\n            self._commits.",
-            "self._commits.",
+            "nvme_failing -k removal_failed",
+            "fresh.succeed(old)",
+            "fresh.succeed(old)\n        fresh.room = old.room",
         ),
         (
             "turns -k asks_nothing",
@@ -250,8 +249,22 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "tiers/nixl/exporter_child.py": (
         ("doors -k S1_children", '"-P", "-m", "tiers.nixl.exporter', '"-m", "tiers.nixl.exporter'),
     ),
-    "tiers/nvme/startup.py": (
-        ("nvme_failing -k damaged_before", "fresh.open(damage)", "fresh.open()"),
+    "tiers/nvme/attached.py": (
+        (
+            "turns -k S4_what_is_written",
+            "self.wake(space)\n            self.commits.",
+            "self.commits.",
+        ),
+    ),
+    "tiers/nvme/index_server.py": (
+        (
+            "nvme_namespace -k stored_after_a_clear",
+            "txn.drop(self._table(txn, digest), delete=False)",
+            "pass",
+        ),
+    ),
+    "tiers/nvme/remount.py": (
+        ("nvme_failing -k damaged_before", "old.directory.id, old.damage", "old.directory.id"),
     ),
     "kvstore/handover/peers.py": (
         ("peer_limits -k S2_what_names", 'self.channel.counts["undialled"] += 1'),

@@ -19,7 +19,7 @@ def test_B19_the_sum_of_a_handed_over_block_is_of_its_namespace_key_and_bytes() 
 
 
 def test_O15_the_sum_of_a_block_on_disk_is_of_its_namespace_key_generation_and_bytes() -> None:
-    here, there = (DiskNamespace(number, digest, 4096) for number, digest in [(1, "a"), (1, "b")])
+    here, there = (DiskNamespace(digest, 4096) for digest in ("a", "b"))
     record = Record(KEY, None, Slot(0), 1)
     sums = {
         here.checksum(record, BLOCK),

@@ -18,11 +18,11 @@ import pytest
 
 from kvstore.core.errors import ConfigError
 from tests.harness.nvme_blocks import SLOT_BYTES, key, settings_for, shelf
-from tests.harness.nvme_damage import change_table
+from tests.harness.nvme_damage import change_table, opened
 from tests.harness.nvme_trouble import wait, wait_for
 from tiers.nvme import NvmeDisk
 from tiers.nvme.index_server import IndexFile, failed, is_damage
-from tiers.nvme.messages import FORMAT, NAMESPACE
+from tiers.nvme.messages import EXTENTS, FORMAT, META, NUMBER
 
 CHAINS, LENGTH = 40, 10
 BITS = 40
@@ -106,9 +106,19 @@ def test_S2_a_format_with_flipped_bits_is_damage_and_another_one_is_not(folder: 
         NvmeDisk(settings_for(folder))
 
 
+def test_an_index_of_the_first_format_is_set_aside(folder: Path) -> None:
+    index_of(folder).unlink()
+    for table in (b"meta", b"namespaces", b"extents", b"blocks"):
+        with opened(settings_for(folder), table) as (txn, found):
+            txn.put(b"format", b"kvstore-nvme-1", db=found)
+    with shelf(settings_for(folder)) as after:
+        assert after.keys() == []
+    assert list(folder.glob("index.damaged*"))
+
+
 def test_S2_a_table_whose_name_has_a_flipped_bit_is_damage(folder: Path) -> None:
     data = index_of(folder).read_bytes()
-    index_of(folder).write_bytes(data.replace(b"meta", b"mepa"))
+    index_of(folder).write_bytes(data.replace(META, b"kvstore.mepa"))
     with shelf(settings_for(folder)) as found:
         assert found.keys() == []
 
@@ -130,12 +140,12 @@ def test_S2_a_namespace_whose_blocks_have_another_size_on_disk_is_damage(folder:
     """Else its engines could never attach: the name follows from the size."""
 
     def enlarge(rows: list[list[bytes]]) -> None:
-        (row,) = rows
-        number, size = NAMESPACE.unpack(row[1])
-        assert size == SLOT_BYTES
-        row[1] = NAMESPACE.pack(number, size | 1 << 18)
+        for row in rows:
+            size, digest = NUMBER.unpack_from(row[1])[0], row[1][NUMBER.size :]
+            assert size == SLOT_BYTES
+            row[1] = NUMBER.pack(size | 1 << 18) + digest
 
-    change_table(settings_for(folder), b"namespaces", enlarge)
+    change_table(settings_for(folder), EXTENTS, enlarge)
     with shelf(settings_for(folder)) as found:
         wait_for(found, "ok")
         assert found.put(1, 0, 3).done == 3
@@ -171,6 +181,6 @@ def test_S2_pages_that_lead_in_a_circle_end(folder: Path, monkeypatch: pytest.Mo
     with closing(IndexFile(folder / "index", 64 << 20)) as file:
         monkeypatch.setattr(IndexFile, "_rows_max", lambda _self: 1)
         with pytest.raises(lmdb.CorruptedError, match="more rows"):
-            file.tables()
+            file._read_extents()
         with pytest.raises(lmdb.CorruptedError, match="more records"):
-            list(file.rows(1))
+            list(file.rows("0123456789ab"))

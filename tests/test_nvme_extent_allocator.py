@@ -77,7 +77,7 @@ def test_a_file_system_of_which_nothing_is_known_gets_no_extent(
 
 def test_the_reserve_of_the_file_system_is_not_free(empty: Shelf, folder: Path) -> None:
     found = os.statvfs(folder)
-    seen = empty.disk.volume.look()
+    seen = empty.disk.attached.directory.look()
     assert seen.free_bytes <= found.f_bavail * found.f_frsize - 64 * MIB
 
 
@@ -112,7 +112,7 @@ def test_a_resize_while_an_extent_is_made_leaves_it_within_its_cap(
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", gate)
         for chain in range(16, 40):
-            if empty.disk.room.making:
+            if empty.disk.attached.room.making:
                 break
             empty.put(chain, 0, 1)
         wait(empty, lambda: gate.waiting)
@@ -191,14 +191,14 @@ def test_a_change_that_just_missed_a_commit_waits_for_the_window_once(
 ) -> None:
     window_s = settings.durability_ns / 1e9
     empty.settle()
-    commits = empty.disk._commits
+    commits = empty.disk.attached.commits
     commits._hurry = False
     began: list[float] = []
     now_s = 1000.0
     monkeypatch.setattr(commits, "_begin", lambda: began.append(now_s))
     commits.under_way = True
     empty.tier.space.to_delete.append(object())  # type: ignore[arg-type]
-    empty.disk.wake(empty.tier.space)
+    empty.disk.attached.wake(empty.tier.space)
     commits.step(now_s)
     now_s += window_s / 2
     commits.under_way = False
@@ -217,7 +217,7 @@ def test_an_idle_store_commits_when_the_window_ends(folder: Path) -> None:
         found.put(1, 0, 1)
         while found.disk.busy:
             found.disk.poll()
-        assert found.disk._commits.pending
+        assert found.disk.attached.commits.pending
         assert 0 < found.disk.next_s <= 0.5
         found.settle()
         assert found.disk.next_s > 10.0
@@ -232,6 +232,6 @@ def test_a_disk_that_takes_no_writes_does_not_ask_to_be_polled_for_a_commit(fold
         found.tier.discard([key(1, 0)])
         wait(found, lambda: not found.disk.busy)
         found.disk.poll()
-        assert found.disk._commits.pending
+        assert found.disk.attached.commits.pending
         assert found.disk.next_s > 100.0
         found.disk.health.back(time.monotonic())

@@ -42,7 +42,6 @@ from tiers.nvme.index_client import (
     IndexProcessDiedError,
 )
 from tiers.nvme.messages import Answer, Commit, Request
-from tiers.nvme.startup import Phase
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
@@ -99,7 +98,7 @@ def stuck(settings: NvmeConfig) -> Iterator[tuple[Shelf, pytest.MonkeyPatch]]:
         found.settle()
         patched.setattr(os, "unlink", raise_eio)
         found.disk.resize(6 * MIB)
-        wait(found, lambda: found.disk.room.stuck)
+        wait(found, lambda: found.disk.attached.room.stuck)
         yield found, patched
 
 
@@ -112,7 +111,7 @@ def test_an_extent_whose_removal_fails_still_counts_and_goes_later(
         patched.undo()
         wait(found, lambda: found.disk.used_bytes <= 6 * MIB)
         assert disk_bytes(folder) <= 6 * MIB
-        assert found.disk.room.stuck == []
+        assert found.disk.attached.room.stuck == []
         found.settle()
     known = {path.name for path in folder.glob("*.extent")}
     with shelf(settings_for(folder, 6 * MIB)) as after:
@@ -127,7 +126,7 @@ def test_an_extent_whose_removal_failed_is_forgotten_with_a_directory_that_went(
     with stuck(settings) as (found, patched):
         with moved_away(found, folder):
             patched.undo()
-        assert found.disk.room.stuck == []
+        assert found.disk.attached.room.stuck == []
         wait(found, lambda: found.disk.used_bytes <= 6 * MIB)
         found.settle()
         used_bytes = found.disk.used_bytes
@@ -387,7 +386,7 @@ def test_a_directory_that_another_store_has_used_comes_back_as_it_is_now(
         assert counted["unplaced"] == 2
         found.tier.tell()
         for _ in range(100):
-            generation = found.disk.next_generation()
+            generation = found.disk.attached.next_generation()
         with moved_away(found, folder) as elsewhere, shelf(settings_for(elsewhere)) as other:
             other.tier.discard([key(1, 3)])
             other.put(3, 0, 5)
@@ -397,7 +396,7 @@ def test_a_directory_that_another_store_has_used_comes_back_as_it_is_now(
         assert found.tier.space.counts >= counted, "counters do not go back"
         changes = found.tier.take_changes()
         assert (changes.added, set(changes.removed)) == ([], {key(1, 3), key(1, 4)})
-        assert found.disk.next_generation() > generation
+        assert found.disk.attached.next_generation() > generation
         assert found.tier.space.attached == 1
         assert found.put(4, 0, 5).done == 5
         found.settle()
@@ -440,13 +439,14 @@ def test_an_extent_that_is_being_made_is_let_go_of_too(
         with monkeypatch.context() as patched:
             patched.setattr(os, "posix_fallocate", gate)
             for chain in range(2, 400):
-                if found.disk.room.making:
+                if found.disk.attached.room.making:
                     break
                 found.put(chain, 0, 1)
             wait(found, lambda: gate.waiting)
             lose(found)
             found.disk.poll()
-            assert found.disk._remount.phase is Phase.LEAVING
+            assert not found.disk._remount.at_home
+            assert not found.disk._remount.away
             gate.go_on.set()
             away(found)
             assert not open_files(folder)

@@ -24,16 +24,19 @@ from tests.harness.nvme_damage import (
     COUNT,
     LENGTH,
     PART,
+    SPACE,
     WHOLE,
     damage_index,
     extents,
     flip,
     index,
     opened,
+    table_of,
 )
 from tiers.nvme import fsck
 from tiers.nvme.fsck_report import Amount, FsckReport
 from tiers.nvme.index_client import IndexProcess
+from tiers.nvme.messages import EXTENTS, META
 
 pytestmark = pytest.mark.slow
 
@@ -278,7 +281,7 @@ def test_an_index_that_was_deleted_leaves_orphans(settings: NvmeConfig) -> None:
 
 def test_another_version_or_program_is_left_alone(settings: NvmeConfig) -> None:
     for table, says in (
-        (b"meta", "format b'kvstore-drum-1', this version has"),
+        (META, "format b'kvstore-drum-1', this version has"),
         (b"theirs", "not an index of kvstore"),
     ):
         if table == b"theirs":
@@ -292,8 +295,8 @@ def test_another_version_or_program_is_left_alone(settings: NvmeConfig) -> None:
 
 
 def test_a_missing_table_is_damage(settings: NvmeConfig) -> None:
-    with opened(settings, b"blocks") as (txn, blocks):
-        txn.drop(blocks)
+    with opened(settings, EXTENTS) as (txn, extents_known):
+        txn.drop(extents_known)
     found = examine(settings)
     assert found.index_error is not None
     assert found.index_error.endswith("a table is missing")
@@ -302,7 +305,7 @@ def test_a_missing_table_is_damage(settings: NvmeConfig) -> None:
 def test_keys_out_of_order_are_damage(settings: NvmeConfig) -> None:
     """Two rows change places, each as long as the other."""
     data = index(settings).read_bytes()
-    with opened(settings, b"blocks") as (txn, blocks):
+    with opened(settings, table_of(SPACE)) as (txn, blocks):
         first, second, *_ = [bytes(name) for name, _ in txn.cursor(blocks)]
     data = data.replace(first, b"\0" * len(first)).replace(second, first)
     index(settings).write_bytes(data.replace(b"\0" * len(first), second))

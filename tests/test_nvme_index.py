@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import NvmeConfig
-from tests.harness.nvme_blocks import settings_for, shelf
+from tests.harness.nvme_blocks import SLOT_BYTES, settings_for, shelf
 from tests.harness.nvme_damage import change_table, extents, row_count
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
 from tiers.nvme.index_server import IndexFile
-from tiers.nvme.messages import FOLDER, NAMESPACE, Commit
+from tiers.nvme.messages import EXTENTS, FOLDER, NUMBER, Commit
 
 MAP_BYTES = 64 << 20
-PREFIX = b"\0\0\0\1"
+SPACE = "0123456789ab"
 
 
 def test_rows_of_a_namespace_that_nobody_knows_are_deleted(settings: NvmeConfig) -> None:
@@ -25,12 +25,13 @@ def test_rows_of_a_namespace_that_nobody_knows_are_deleted(settings: NvmeConfig)
         with shelf(settings, namespace) as found:
             found.put(1, 0, 3)
     files = len(extents(settings))
-    change_table(settings, b"namespaces", lambda rows: rows.pop(0))
+    change_table(settings, EXTENTS, lambda rows: rows.pop(0))
     with shelf(settings, "bbbbbbbbbbbb") as found:
         assert found.whole(1, 3)
         found.settle()
     assert len(extents(settings)) == files - 1
-    assert row_count(settings) == 3
+    assert row_count(settings, "bbbbbbbbbbbb") == 3
+    assert row_count(settings, "aaaaaaaaaaaa") == 0
 
 
 def test_a_namespace_of_empty_blocks_is_damage(
@@ -38,8 +39,8 @@ def test_a_namespace_of_empty_blocks_is_damage(
 ) -> None:
     with shelf(settings) as before:
         before.put(1, 0, 3)
-    empty = NAMESPACE.pack(1, 0)
-    change_table(settings, b"namespaces", lambda rows: rows[0].__setitem__(1, empty))
+    empty = NUMBER.pack(0) + b"0123456789ab"
+    change_table(settings, EXTENTS, lambda rows: rows[0].__setitem__(1, empty))
     with shelf(settings) as after:
         assert after.keys() == []
         assert "the index is damaged" in caplog.text
@@ -73,10 +74,13 @@ def shrunk(folder: Path) -> int:
     file = IndexFile(path, MAP_BYTES)
     rows: list[bytes] = []
     for _ in range(50):
-        gone, rows = rows, [PREFIX + rng.randbytes(34) for _ in range(rng.choice((5, 50, 500)))]
-        file.commit(Commit(deletes=gone, puts=[(row, bytes(36)) for row in rows]))
+        gone, rows = rows, [rng.randbytes(34) for _ in range(rng.choice((10, 100, 1000)))]
+        puts = [(row, bytes(36)) for row in rows]
+        file.commit(
+            Commit(deletes={SPACE: gone}, puts={SPACE: puts}, extents=[(1, SLOT_BYTES, SPACE)])
+        )
         size = (path / "data.mdb").stat().st_size
-        if len(rows) > 5 and size < (file._env.info()["last_pgno"] + 1) * 4096:
+        if size < (file._env.info()["last_pgno"] + 1) * 4096:
             file.close()
             return len(rows)
     raise AssertionError("LMDB wrote all its pages")
@@ -84,7 +88,7 @@ def shrunk(folder: Path) -> int:
 
 def rows_in(folder: Path) -> int:
     file = IndexFile(folder / FOLDER, MAP_BYTES)
-    found = sum(len(chunk) // 2 for chunk in file.rows(1))
+    found = sum(len(chunk) // 2 for chunk in file.rows(SPACE))
     file.close()
     return found
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 import struct
-from itertools import chain
+from collections import deque
 from typing import Any
 
-from tiers.nvme.index_load import BATCH_ROWS, Sorted
-from tiers.nvme.messages import NO_PARENT, NOWHERE, NUMBER, VALUE, Batch, row_format
+from tiers.nvme.index_load import Sorted
+from tiers.nvme.messages import NO_PARENT, NOWHERE, VALUE, row_format
 
 SIZE = 4096
 COUNTS = {1: 100, 3: 50}
-PREFIX = NUMBER.pack(7)
 Row = tuple[bytes, bytes]
 
 
@@ -21,34 +20,42 @@ def at(position: int, extent: int = 1) -> int:
 
 
 def row(name: bytes, place: int, above: int, generation: int, size: int = SIZE) -> Row:
-    return PREFIX + name, VALUE.pack(place, above, generation, generation, size)
+    return name, VALUE.pack(place, above, generation, generation, size)
 
 
 def sort(*rows: Row, counts: dict[int, int] = COUNTS) -> Sorted:
-    return Sorted(7, SIZE, counts, [[part for row in rows for part in row]] if rows else [])
+    return sort_all([[part for row in rows for part in row]] if rows else [], counts)
 
 
-def rows_of(batch: Batch) -> list[tuple[Any, ...]]:
-    return list(struct.iter_unpack(row_format(batch.width), batch.rows))
+def sort_all(chunks: list[list[bytes]], counts: dict[int, int]) -> Sorted:
+    found = Sorted(SIZE, counts)
+    deque(found.sort(chunks), maxlen=0)
+    return found
 
 
-def names(found: Sorted, skip: int = 0) -> list[bytes]:
-    rows = chain.from_iterable(map(rows_of, found.batches(skip)))
-    return [key[:length] for key, length, *_ in rows]
+def rows_of(found: Sorted, first: int = 0, most: int = 1 << 20) -> list[tuple[Any, ...]]:
+    page = found.page(first, most)
+    rows = list(struct.iter_unpack(row_format(page.width), page.rows))
+    assert page.count == len(rows)
+    return rows
+
+
+def names(found: Sorted, *part: int) -> list[bytes]:
+    return [key[:length] for key, length, *_ in rows_of(found, *part)]
 
 
 def refused(found: Sorted) -> set[tuple[bytes, int, str]]:
-    return {(key[NUMBER.size :], place, cause) for key, place, cause in found.refused}
+    return set(found.refused)
 
 
 def test_parents_come_first_and_are_named_by_their_position() -> None:
     found = sort(
         row(b"c", at(2), at(1), 3), row(b"a", at(0), NOWHERE, 1), row(b"b", at(1), at(0), 2)
     )
-    (batch,) = found.batches()
+    rows = rows_of(found)
     assert names(found) == [b"a", b"b", b"c"]
-    assert [parent for *_, parent, _, _, _ in rows_of(batch)] == [NO_PARENT, 0, 1]
-    assert [leaf for *_, leaf in rows_of(batch)] == [False, False, True]
+    assert [parent for *_, parent, _, _, _ in rows] == [NO_PARENT, 0, 1]
+    assert [leaf for *_, leaf in rows] == [False, False, True]
     assert found.refused == []
 
 
@@ -82,7 +89,7 @@ def test_what_cannot_stand_for_a_block_is_refused() -> None:
         row(b"extent", at(0, 2), NOWHERE, 1),
         row(b"size", at(1), NOWHERE, 2, size=SIZE + 1),
         row(b"end", at(50, 3), NOWHERE, 3),
-        (PREFIX + b"short", b"value"),
+        (b"short", b"value"),
         row(b"fine", at(49, 3), NOWHERE, 4),
     )
     assert names(found) == [b"fine"]
@@ -97,19 +104,20 @@ def test_what_cannot_stand_for_a_block_is_refused() -> None:
 def test_keys_of_different_lengths_come_back_as_they_were() -> None:
     keys = [b"\0" * n + b"k" + b"\0" * (20 - n % 3) for n in range(20)]
     chunks = [list(row(name, at(n), NOWHERE, n)) for n, name in enumerate(keys)]
-    assert names(Sorted(7, SIZE, COUNTS, chunks)) == keys, "chunks of one width each"
+    assert names(sort_all(chunks, COUNTS)) == keys, "chunks of one width each"
 
 
 def test_loading_goes_on_from_any_record() -> None:
     rng = random.Random(1)
-    count = 2 * BATCH_ROWS + 7
+    count, most = 207, 100
     rows = [row(b"%06d" % n, at(n), at(n - 1) if n % 9 else NOWHERE, n) for n in range(count)]
     rng.shuffle(rows)
     found = sort(*rows, counts={1: count})
     whole = names(found)
     assert whole == [b"%06d" % n for n in range(count)]
-    for skip in (0, 1, BATCH_ROWS, count - 1, count):
-        assert names(found, skip) == whole[skip:]
+    for first in (0, 1, most, count - 1, count):
+        assert names(found, first, most) == whole[first : first + most]
+        assert (found.page(first, most).refused is None) is (first + most < count)
 
 
 def test_nothing_is_sorted_too() -> None:

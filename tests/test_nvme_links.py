@@ -89,7 +89,7 @@ def test_S1_links_with_the_names_of_extents_and_probes_are_not_followed(
         (folder / f"{number:06d}.extent").symlink_to(precious)
     (folder / "probe").symlink_to(precious)
     with shelf(settings) as again:
-        again.disk.volume.try_write()
+        again.disk.attached.directory.try_write()
         again.put(1, 0, 8)
         again.put(2, 0, 8)
         assert again.tier.lookup(key(1, 7)) is not None

@@ -21,7 +21,7 @@ SLOTS = 8192
 @pytest.fixture
 def space(tmp_path: Path) -> DiskNamespace:
     """A namespace with one extent, of which nothing is on disk."""
-    found = DiskNamespace(1, "0123456789ab", 4096)
+    found = DiskNamespace("0123456789ab", 4096)
     with (tmp_path / "1.extent").open("wb") as file:
         os.truncate(file.fileno(), SLOTS * 4096)
     found.add_extent(1, ExtentFile(tmp_path / "1.extent", 4096, SLOTS * 4096))
@@ -88,26 +88,15 @@ def test_a_block_that_is_read_while_all_is_cleared_keeps_its_slot(empty: Shelf) 
 
 def test_a_clear_that_was_not_committed_is_done_by_the_next_commit(space: DiskNamespace) -> None:
     fill(space, 10, durable=True)
-    space.clear(7)
-    namespaces, extents = space.take_renumbering()
-    assert [name for name, _ in namespaces] == [b"0123456789ab"]
-    assert extents == [(1, 7)]
-    assert space.committed([], [], ok=False) == []
+    space.clear()
+    assert space.take_clear()
+    space.committed([], [], ok=False)
     assert space.pending
     assert space.free == 0, "a crash would bring the old blocks back"
-    assert space.take_renumbering() == (namespaces, extents)
-    assert space.committed([], [], ok=True) == [1]
+    assert space.take_clear()
+    space.committed([], [], ok=True)
     assert space.free == SLOTS
-
-
-def test_an_extent_that_is_being_made_belongs_to_the_cleared_namespace(
-    space: DiskNamespace,
-) -> None:
-    space.growing = True
-    space.clear(7)
-    assert space.take_renumbering() == ([], [])
-    space.growing = False
-    assert space.take_renumbering()[1] == [(1, 7)]
+    assert not space.take_clear()
 
 
 # Slices

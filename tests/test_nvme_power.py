@@ -120,11 +120,11 @@ class PowerCuts(Campaign):
 
 def abandon(disk: NvmeDisk) -> None:
     """Let go of what a process without power would have open."""
-    disk.opening.index_client.close()
+    disk.attached.index.close()
     for space in disk.spaces:
         for file in space.extents.values():
             file.close()
-    disk.volume.close()
+    disk.attached.directory.close()
 
 
 @pytest.fixture

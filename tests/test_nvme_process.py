@@ -18,9 +18,9 @@ from kvstore.core.types import LookupResult
 from tests.harness.live import eventually
 from tests.harness.nvme_blocks import Shelf, key, shelf
 from tests.harness.nvme_trouble import wait, wait_for
-from tiers.nvme import NvmeDisk, disk, startup
-from tiers.nvme.index_client import IndexClient, IndexProcessDiedError
-from tiers.nvme.messages import FOLDER, Batch, Commit, Load, Loaded
+from tiers.nvme import NvmeDisk, attached, index_client
+from tiers.nvme.index_client import IndexClient, IndexProcess
+from tiers.nvme.messages import FOLDER, Answer, Commit, Load, Page, Request
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 STORE = """
@@ -32,18 +32,13 @@ shelf = Shelf(NvmeDisk(settings_for(Path(sys.argv[1]))))
 shelf.settle()
 shelf.put(1, 0, 5)
 shelf.settle()
-print(shelf.disk.opening.index_client.process.pid, flush=True)
+print(shelf.disk.attached.index.process.pid, flush=True)
 time.sleep(60)
 """
 
 
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "RETRY_S", 0.05)
-
-
 def pid_of(found: Shelf) -> int:
-    process = found.disk.opening.index_client.process
+    process = found.disk.attached.index.process
     assert process is not None
     return process.pid
 
@@ -72,23 +67,19 @@ def test_records_go_on_where_the_process_that_sent_them_was_killed(
         before.fill(100)
         before.settle()
         kept = set(before.keys())
-    real, taken = IndexClient.take, list[Batch | None]()
+    real, killed = IndexProcess.ask, list[int]()
 
-    def take(client: IndexClient, *, wait: bool = False) -> Batch | Loaded | None:
-        if len(taken) == 1 and client.process is not None:
-            os.kill(client.process.pid, signal.SIGKILL)
-            taken.append(None)
-            client._end()
-            raise IndexProcessDiedError("killed", of_the_file=False)
-        message = real(client, wait=wait)
-        if isinstance(message, Batch):
-            taken.append(message)
-        return message
+    def ask(process: IndexProcess, request: Request) -> Answer:
+        if isinstance(request, Load) and request.first and not killed:
+            killed.append(request.first)
+            os.kill(process.pid, signal.SIGKILL)
+        return real(process, request)
 
-    monkeypatch.setattr(IndexClient, "take", take)
+    monkeypatch.setattr(IndexProcess, "ask", ask)
+    monkeypatch.setattr(index_client, "PAGE_ROWS", 1000)
     with shelf(settings, settled=False) as after:
         after.settle()
-        assert len(taken) > 2
+        assert killed == [1000]
         assert set(after.keys()) == kept
         assert len(after.tier.space.index) == len(kept), "none came twice"
         assert after.tier.space.counts == {}
@@ -96,16 +87,16 @@ def test_records_go_on_where_the_process_that_sent_them_was_killed(
     assert "damaged" not in caplog.text
 
 
-def test_S2_records_are_no_answer_to_a_request(empty: Shelf) -> None:
-    """They may be left of a process that is about to end."""
-    empty.fill(100)
-    empty.settle()
-    client, space = empty.disk.opening.index_client, empty.tier.space
-    client.load(Load(space.number, space.slot_bytes, space.slot_counts))
-    with pytest.raises(TierIOError, match="Batch is no answer"):
-        client.commit(Commit(purge=space.number + 1))
+def test_S2_records_are_no_answer_to_a_commit(
+    empty: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = empty.disk.attached.index
+    with monkeypatch.context() as patched:
+        patched.setattr(IndexProcess, "ask", lambda *_: Page())
+        with pytest.raises(TierIOError, match="Page is no answer"):
+            client.commit(Commit())
     assert client.process is None, "what else it sends is not taken"
-    assert client.commit(Commit(purge=space.number + 1)) is False
+    client.commit(Commit())
 
 
 def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) -> None:
@@ -115,7 +106,7 @@ def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) ->
         first = pid_of(found)
         freeze(first)
         found.put(2, 0, 5)
-        wait(found, lambda: found.disk._commits.under_way)
+        wait(found, lambda: found.disk.attached.commits.under_way)
         time.sleep(0.2)  # for the data to be synced first
         os.kill(first, signal.SIGKILL)
         assert found.whole(1, 5)
@@ -193,7 +184,7 @@ def test_a_closed_client_starts_no_process(tmp_path: Path) -> None:
     client = IndexClient(tmp_path, 100, lock_fd)
     client.close()
     with pytest.raises(TierIOError, match="is not open"):
-        client.commit(Commit(extents=[(1, 1)]))
+        client.commit(Commit(extents=[(1, 4096, "a")]))
     os.close(lock_fd)
 
 
@@ -256,11 +247,11 @@ def test_a_process_that_outlives_its_store_keeps_the_directory(
     pid = index_pid(store)
     freeze(pid)  # as if its disk did
     end(store)
-    monkeypatch.setattr(disk, "LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr(attached, "LOCK_WAIT_S", 0.2)
     with pytest.raises(ConfigError, match=f"process id {store.pid} or what is left of it"):
         NvmeDisk(settings)
     os.kill(pid, signal.SIGCONT)
-    monkeypatch.setattr(disk, "LOCK_WAIT_S", 5.0)
+    monkeypatch.setattr(attached, "LOCK_WAIT_S", 5.0)
     with shelf(settings) as after:
         assert after.whole(1, 5)
 
@@ -317,14 +308,15 @@ def test_clear_while_records_are_asked_for_leaves_those_of_others_alone(
     made.close()
 
 
-def test_clear_between_two_batches_of_records_clears_those_to_come(
+def test_clear_between_two_parts_of_records_clears_those_to_come(
     settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "LOAD_S", 0.0)
+    monkeypatch.setattr(attached, "LOAD_S", 0.0)
+    monkeypatch.setattr("tiers.nvme.namespace._ROWS", 100)
     with shelf(settings) as before:
         before.fill(100)
     with shelf(settings, settled=False) as after:
-        wait(after, lambda: (under_way := after.disk.spaces[0].loading) and under_way.loaded)
+        wait(after, lambda: (under_way := after.disk.spaces[0].loading) and under_way._loaded)
         assert after.disk.state == "loading"
         after.tier.clear()
         after.settle()

@@ -29,7 +29,7 @@ from tests.harness.nvme_damage import (
     swap,
 )
 from tests.harness.nvme_trouble import wait_for
-from tiers.nvme import NvmeDisk, disk
+from tiers.nvme import NvmeDisk
 
 
 class TestNvmeTier(TierContract):
@@ -74,7 +74,7 @@ def test_a_block_whose_parent_is_not_here_is_not_kept(empty: Shelf) -> None:
 def test_only_one_process_uses_a_directory(
     settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("tiers.nvme.attached.LOCK_WAIT_S", 0.1)
     with shelf(settings), pytest.raises(ConfigError, match=f"process id {os.getpid()}"):
         NvmeDisk(settings)
 

@@ -132,7 +132,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiers.nvme.disk.LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("tiers.nvme.attached.LOCK_WAIT_S", 0.1)
 
 
 def toml(table: dict[str, Any]) -> str:

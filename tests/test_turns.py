@@ -262,7 +262,7 @@ def test_S4_what_is_written_becomes_durable_and_then_the_disk_is_at_rest(
             until_durable(disk, count)
         disk.clear()
         (space,) = disk.spaces
-        eventually(lambda: not space.renumbering and not disk.awake)
+        eventually(lambda: not space.clearing and not disk.attached.awake)
         assert space.counts["cleared"] == 6
         live.put(hashes(3, "c"))
         until_durable(disk, 3)
@@ -273,7 +273,7 @@ def until_durable(disk: NvmeDisk, count: int) -> None:
     (space,) = disk.spaces
     eventually(lambda: len(space.index) == count)
     eventually(lambda: all(record.durable is Durable.YES for record in space.index))
-    eventually(lambda: not disk.awake)
+    eventually(lambda: not disk.attached.awake)
 
 
 def test_S4_only_what_is_fetched_for_has_turns_of_hand_overs(

@@ -32,7 +32,7 @@ from kvstore.units import GIB, KIB, MIB, sized
 from tests.bench.report import Result, progress
 from tiers.nvme.directory import Directory
 from tiers.nvme.index_client import IndexClient
-from tiers.nvme.messages import FOLDER, NAMESPACE, NOWHERE, NUMBER, RECORD_BYTES, VALUE, Commit
+from tiers.nvme.messages import FOLDER, NOWHERE, RECORD_BYTES, VALUE, Commit
 
 BLOCKS = (10_000, 100_000, 1_000_000)
 CHAIN = 100  # blocks of one request
@@ -97,14 +97,10 @@ def make(folder: Path, count: int, tell: Callable[[int], object]) -> int:
         for number in extents:
             with volume.extent(number).open("wb") as file:
                 os.truncate(file.fileno(), EXTENT_BYTES)
-        tables = Commit(
-            namespaces=[(DIGEST.encode(), NAMESPACE.pack(1, SLOT_BYTES))],
-            extents=[(number, 1) for number in extents],
-        )
-        client.commit(tables)
+        client.commit(Commit(extents=[(number, SLOT_BYTES, DIGEST) for number in extents]))
         for first in range(0, count, COMMIT_ROWS):
             rows = list(_rows(first, min(count, first + COMMIT_ROWS)))
-            client.commit(Commit(puts=rows))
+            client.commit(Commit(puts={DIGEST: rows}))
             tell(len(rows))
         client.commit(Commit(clean=True))
         return (folder / FOLDER / "data.mdb").stat().st_blocks * 512
@@ -114,11 +110,10 @@ def make(folder: Path, count: int, tell: Callable[[int], object]) -> int:
 
 
 def _rows(first: int, end: int) -> Iterator[tuple[bytes, bytes]]:
-    prefix = NUMBER.pack(1)
     for number in range(first, end):
         above = NOWHERE if number % CHAIN == 0 else _place(number - 1)
         value = VALUE.pack(_place(number), above, number + 1, number << 32, SLOT_BYTES)
-        yield prefix + key_of(number), value
+        yield key_of(number), value
 
 
 def _place(number: int) -> int:

@@ -121,7 +121,11 @@ class Shelf:
         end = time.monotonic() + WAIT_S
         while time.monotonic() < end:
             self.disk.flush()
-            if self.disk.state == "ok" and not self.disk.busy and not self.disk._commits.pending:
+            if (
+                self.disk.state == "ok"
+                and not self.disk.busy
+                and not self.disk.attached.commits.pending
+            ):
                 return
         raise AssertionError(f"not settled: {self.disk.state}")
 

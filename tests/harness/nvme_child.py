@@ -186,7 +186,7 @@ class Cap:
             used = min(used, disk_bytes(self._folder))
         assert used <= self._limit_bytes, f"{used} bytes on disk, the cap is {self._limit_bytes}"
         # An extent may be under way that was begun before the change.
-        if used <= capacity_bytes < self._limit_bytes and not self._disk.room.making:
+        if used <= capacity_bytes < self._limit_bytes and not self._disk.attached.room.making:
             self._limit_bytes = capacity_bytes
             self._watch.say("within", capacity_bytes)
 

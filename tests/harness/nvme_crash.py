@@ -23,7 +23,7 @@ from tests.harness import nvme_blocks
 from tests.harness.nvme_load import CHAINS, Load, Name, names_of, path_to
 from tiers.nvme import NvmeDisk
 from tiers.nvme.index import DiskIndex, Record
-from tiers.nvme.messages import NUMBER, Commit
+from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import DiskNamespace
 
 MIB = 1 << 20
@@ -48,7 +48,7 @@ def settings_for(path: Path, capacity_bytes: int) -> NvmeConfig:
 
 def names_in(changes: Commit) -> list[Name]:
     """Name the blocks that a commit writes to the index."""
-    return [NAMES[BlockKey(key[NUMBER.size :])] for key, _ in changes.puts]
+    return [NAMES[BlockKey(key)] for rows in changes.puts.values() for key, _ in rows]
 
 
 def watch_leaving(
@@ -62,9 +62,9 @@ def watch_leaving(
         gone([NAMES[each.key] for each in leaving])
         return iter(leaving)
 
-    def watched_clear(space: DiskNamespace, *more: int) -> None:
+    def watched_clear(space: DiskNamespace) -> None:
         cleared(int(space.digest, 16))
-        clear(space, *more)
+        clear(space)
 
     patch.setattr(DiskIndex, "take_subtree", watched)
     patch.setattr(DiskNamespace, "clear", watched_clear)

@@ -14,10 +14,11 @@ import lmdb
 from kvstore.config import NvmeConfig
 from tests.harness.nvme_blocks import SLOT_BYTES, content, key
 from tiers.nvme.files import ExtentFile
-from tiers.nvme.messages import NUMBER, VALUE
+from tiers.nvme.messages import BLOCKS, VALUE
 
 CHAINS, LENGTH = 10, 30  # more than one extent has
 COUNT = CHAINS * LENGTH
+SPACE = "0123456789ab"  # the namespace of a shelf
 Damage = Callable[[NvmeConfig], None]
 
 
@@ -44,7 +45,7 @@ def flip(settings: NvmeConfig, chain: int, number: int) -> None:
 @contextmanager
 def opened(settings: NvmeConfig, table: bytes) -> Iterator[tuple[lmdb.Transaction, Any]]:
     """Open a table of the index for reading and writing; made if it is not there."""
-    with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False, map_size=64 << 20) as env:
+    with lmdb.open(str(index(settings).parent), max_dbs=8, lock=False, map_size=64 << 20) as env:
         found = env.open_db(table)
         with env.begin(write=True) as txn:
             yield txn, found
@@ -64,12 +65,17 @@ def change_table(
 
 def change_rows(settings: NvmeConfig, change: Callable[[list[list[bytes]]], object]) -> None:
     """Edit the records of blocks."""
-    change_table(settings, b"blocks", change)
+    change_table(settings, table_of(SPACE), change)
 
 
-def row_count(settings: NvmeConfig) -> int:
-    """Return how many blocks the index names."""
-    with opened(settings, b"blocks") as (txn, blocks):
+def table_of(space: str) -> bytes:
+    """Name the table of a namespace's blocks."""
+    return BLOCKS + space.encode()
+
+
+def row_count(settings: NvmeConfig, space: str = SPACE) -> int:
+    """Return how many blocks of a namespace the index names."""
+    with opened(settings, table_of(space)) as (txn, blocks):
         return int(txn.stat(blocks)["entries"])
 
 
@@ -154,12 +160,13 @@ def make_a_circle(settings: NvmeConfig) -> None:
 
 def add_rows_of_nobody(settings: NvmeConfig) -> None:
     def change(rows: list[list[bytes]]) -> None:
-        value = VALUE.pack(1 << 32, 0, 1, 0, SLOT_BYTES)
-        rows.append([NUMBER.pack(77) + key(1, 1), value])
-        rows.append([NUMBER.pack(1) + key(999, 999), value[:-1]])
+        rows.append([key(999, 999), value[:-1]])
         rows.append([b"x", b""])
 
+    value = VALUE.pack(1 << 32, 0, 1, 0, SLOT_BYTES)
     change_rows(settings, change)
+    with opened(settings, table_of("nobody")) as (txn, blocks):
+        txn.put(key(1, 1), value, db=blocks)
 
 
 WHOLE: dict[Damage, dict[str, int]] = {

@@ -21,7 +21,7 @@ import lmdb
 import pytest
 
 from kvstore.core.errors import check
-from tiers.nvme import block_io, disk, files, index_client, startup
+from tiers.nvme import attached, block_io, disk, files, index_client
 from tiers.nvme.index_client import IndexClient, IndexProcess
 from tiers.nvme.index_server import IndexServer
 from tiers.nvme.messages import FOLDER, Answer, Commit, Request
@@ -102,15 +102,9 @@ class ProcessHere:
 
     def __init__(self, _lock_fd: int) -> None:
         self._server = IndexServer()
-        self._answers: deque[Answer] = deque()
 
     def ask(self, request: Request) -> Answer:
-        self._answers.extend(self._server.answers(request))
-        return self._answers.popleft()
-
-    def take(self, *, wait: bool) -> Answer | None:
-        check(not wait, "the platter does not wait")
-        return self._answers.popleft() if self._answers else None
+        return self._server.answer(request)
 
     def close(self) -> None:
         if self._server.file is not None:
@@ -251,22 +245,22 @@ class Platter:
     def _install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         commit = IndexClient.commit
 
-        def watched_commit(index: IndexClient, changes: Commit) -> bool:
+        def watched_commit(index: IndexClient, changes: Commit) -> None:
             if not self.live:
-                return commit(index, changes)
+                commit(index, changes)
+                return
             self._moment()
-            left = commit(index, changes)
+            commit(index, changes)
             self._read_index()
             self.at_commit(changes, self._queues[3].since_s)
             self._moment()
-            return left
 
         monkeypatch.setattr(IndexClient, "commit", watched_commit)
         calls = {name: getattr(self, name) for name in CALLS}
         monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), **calls}))
         clock = SimpleNamespace(monotonic=self._monotonic, sleep=self._sleep)
         monkeypatch.setattr(disk, "time", clock)
-        monkeypatch.setattr(startup, "time", clock)
+        monkeypatch.setattr(attached, "time", clock)
         monkeypatch.setattr(index_client, "IndexProcess", self._process)
         monkeypatch.setattr(block_io, "time", clock)
         monkeypatch.setattr(block_io, "Runner", self._runner)

@@ -15,7 +15,6 @@ import pytest
 from tests.harness.nvme_blocks import Shelf
 from tests.harness.patience import WAIT_S
 from tiers.nvme import disk, health
-from tiers.nvme.startup import Phase
 
 Wrap = Callable[..., Any]
 
@@ -39,7 +38,7 @@ def wait_for(found: Shelf, state: str) -> None:
 
 def away(found: Shelf) -> None:
     """Wait until it is off and has let go of everything."""
-    wait(found, lambda: found.disk._remount.phase is Phase.AWAY)
+    wait(found, lambda: found.disk._remount.away)
 
 
 @contextmanager

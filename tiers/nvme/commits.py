@@ -2,12 +2,10 @@
 
 A change waits for the window at most, and for the commit under way when the window ends; then it
 is part of the next one. A hurried commit does not wait for the window: slots come back with it.
-What the index has under numbers that mean nothing any more is deleted some rows at a time.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +14,7 @@ from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import DiskNamespace
 
 if TYPE_CHECKING:
+    from tiers.nvme.attached import Attached
     from tiers.nvme.disk import NvmeDisk
 
 Batch = tuple[DiskNamespace, list[Record], list[Record]]
@@ -25,19 +24,13 @@ NEVER = float("inf")
 class Commits:
     """One commit at a time, on the keeper's thread."""
 
-    def __init__(self, disk: NvmeDisk) -> None:
+    def __init__(self, disk: NvmeDisk, attached: Attached) -> None:
         self._disk = disk
+        self._attached = attached
         self._window_s = disk.settings.durability_ns / 1e9
         self._since_s = NEVER  # the oldest change that is in no commit
         self._hurry = False
         self.under_way = False
-        self._purging = False
-        self.start_over()
-
-    def start_over(self) -> None:
-        """The directory is read anew."""
-        # Numbers that records in the index begin with, and no namespace has any more.
-        self._strays = deque(self._disk.opening.strays)
 
     def hurry(self) -> None:
         """Do not wait for the window."""
@@ -46,7 +39,7 @@ class Commits:
     @property
     def pending(self) -> bool:
         """Tell whether there is anything that is in no commit."""
-        return any(space.pending for space in self._disk.awake)
+        return any(space.pending for space in self._attached.awake)
 
     @property
     def due_at_s(self) -> float:
@@ -59,57 +52,36 @@ class Commits:
             self._since_s = min(self._since_s, now_s)
         else:
             self._since_s, self._hurry = NEVER, False
-        if not self._disk.health.writable or self._disk.opening.loading:
+        if not self._disk.health.writable or self._attached.loading:
             return
         due = self.pending and (self._hurry or now_s >= self._since_s + self._window_s)
         if due and not self.under_way:
             self._begin()
-        if self._strays and not self._purging:
-            self._purging = True
-            self._purge(self._strays[0])
 
     def _begin(self) -> None:
         self._since_s, self._hurry, self.under_way = NEVER, False, True
-        spaces = self._disk.awake
-        renumbered = [space.take_renumbering() for space in spaces]
+        spaces = self._attached.awake
+        # The index clears first: the puts that are taken next were stored after the clear.
+        cleared = [space.digest for space in spaces if space.take_clear()]
         batches = [(s, s.take_puts(), s.take_deletes()) for s in spaces]
         files = {s.extents[r.slot >> 32] for s, puts, _ in batches for r in puts}
         changes = Commit(
-            deletes=[s.index_key(r) for s, _, gone in batches for r in gone],
-            puts=[(s.index_key(r), s.value(r)) for s, puts, _ in batches for r in puts],
-            namespaces=[entry for entries, _ in renumbered for entry in entries],
-            extents=[extent for _, extents in renumbered for extent in extents],
+            cleared=cleared,
+            deletes={s.digest: [r.key for r in gone] for s, _, gone in batches if gone},
+            puts={s.digest: [(r.key, s.value(r)) for r in puts] for s, puts, _ in batches if puts},
         )
 
         def work() -> None:
             for file in files:
                 file.sync()
-            self._disk.opening.index_client.commit(changes)
+            self._attached.index.commit(changes)
 
         self._disk.keeper.submit(work, partial(self._ended, batches))
 
     def _ended(self, batches: list[Batch], error: Exception | None, now_s: float) -> None:
         self.under_way = False
         for space, puts, deletes in batches:
-            self._disk.wake(space)
-            self._strays.extend(space.committed(puts, deletes, ok=error is None))
+            self._attached.wake(space)
+            space.committed(puts, deletes, ok=error is None)
         if error is not None:
             self._disk.write_failed("a commit", error, now_s)
-
-    @property
-    def purging(self) -> bool:
-        """Tell whether there is something left to delete, and it can be."""
-        return bool(self._strays) and self._disk.health.writable
-
-    def _purge(self, number: int) -> None:
-        def done(left: object, now_s: float) -> None:
-            self._purging = False
-            if isinstance(left, Exception):
-                self._disk.write_failed("a commit", left, now_s)
-            elif not left and number in self._strays:
-                self._strays.remove(number)
-
-        def work() -> bool:
-            return self._disk.opening.index_client.commit(Commit(purge=number))
-
-        self._disk.keeper.submit(work, done)

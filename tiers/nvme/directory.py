@@ -2,8 +2,8 @@
 
 A path can lead elsewhere tomorrow: when a disk is unmounted, its mount point is a directory of the
 parent file system. So extents are made, opened and removed through a descriptor of the directory,
-and whether the path still leads there is asked again and again (look). A directory that was let
-go of is taken back only if its lock file says that it is the same one:
+and whether the path still leads there is asked again and again (look). A directory that was closed
+is taken back only if its lock file says that it is the same one:
 
     process id             of the store that uses it, for the message to a second one
     the directory's id     made once, with the lock file
@@ -71,43 +71,40 @@ class Directory:
         self.path = path
         self._fd = -1
         self.lock_fd = -1  # which the index's process inherits: it keeps the lock, too
-        self._id = ""
+        self.id = ""
 
     # Its use
 
-    def open(self, wait_s: float) -> None:
-        """Make the directory if it is not there, and lock it. Raises ConfigError when taken."""
+    def open(self, wait_s: float, expected: str = "") -> None:
+        """Lock the directory. expected: its id; without one, make it if it is not there.
+
+        Raises OSError, ConfigError when it is in use for longer, and TierIOError when another one
+        is in its place.
+        """
         with self.or_close():
-            try:
-                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                refuse_folder(str(self.path), self.path.stat())
-                self._attach(os.O_CREAT)
-            except (FileExistsError, NotADirectoryError) as exc:
-                raise ConfigError(f"{self.path}: expected a directory, found a file there") from exc
-            except OSError as exc:
-                raise ConfigError(f"{self.path}: cannot be used: {exc.strerror}") from exc
+            if not expected:
+                self._make()
+            self._attach(0 if expected else os.O_CREAT)
             deadline = time.monotonic() + wait_s
             while not self._locked():
                 if time.monotonic() >= deadline:
                     raise ConfigError(taken(self.path, self.lock_fd))
                 time.sleep(0.05)
             _, known = _marks(self.lock_fd)
-            self._id = known or secrets.token_hex(8)
-            self._mark()
-
-    def open_again(self) -> None:
-        """Take the directory back.
-
-        Raises OSError, and TierIOError when another one is in its place, or it is in use.
-        """
-        with self.or_close():
-            self._attach(0)
-            if not self._locked():
-                raise TierIOError(taken(self.path, self.lock_fd))
-            _, known = _marks(self.lock_fd)
-            if known != self._id:
+            if expected and known != expected:
                 raise TierIOError("another directory is in its place")
-            self._mark()
+            self.id = known or secrets.token_hex(8)
+            marks = f"{os.getpid()}\n{self.id}\n".encode()
+            os.ftruncate(self.lock_fd, len(marks))
+            os.pwrite(self.lock_fd, marks, 0)
+            os.fsync(self.lock_fd)
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as exc:
+            raise ConfigError(f"{self.path}: expected a directory, found a file there") from exc
+        refuse_folder(str(self.path), self.path.stat())
 
     @contextlib.contextmanager
     def or_close(self) -> Iterator[None]:
@@ -155,12 +152,6 @@ class Directory:
         except BlockingIOError:
             return False
         return True
-
-    def _mark(self) -> None:
-        marks = f"{os.getpid()}\n{self._id}\n".encode()
-        os.ftruncate(self.lock_fd, len(marks))
-        os.pwrite(self.lock_fd, marks, 0)
-        os.fsync(self.lock_fd)
 
     # How it is
 

@@ -8,29 +8,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.tier import TierContext
 from kvstore.logs import RateLog
-from kvstore.visits import Visits
+from tiers.nvme.attached import Attached
 from tiers.nvme.block_io import TaskThread, ThreadMover, writers_of
-from tiers.nvme.commits import Commits
-from tiers.nvme.directory import Directory, Look
-from tiers.nvme.extent_allocator import ExtentAllocator
+from tiers.nvme.directory import Look
 from tiers.nvme.files import allow_files
 from tiers.nvme.health import HANG_S, Health, HealthState, Pace
 from tiers.nvme.index_client import IndexDamagedError
 from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import DiskNamespace
-from tiers.nvme.startup import Remount, Startup
+from tiers.nvme.remount import Remount
 from tiers.nvme.tier import NvmeTier, Run
 
 log = logging.getLogger(__name__)
 
-LOCK_WAIT_S = 10.0  # a store that ends still flushes
 CLOSE_S = 20.0
 LOOK_EVERY_S = 1.0  # at the directory
 SLICES_S = 0.005  # of each poll
@@ -45,30 +42,20 @@ class NvmeDisk:
     def __init__(self, settings: NvmeConfig) -> None:
         """Open or make the directory. Raises ConfigError when it cannot be used."""
         allow_files()
-        volume = Directory(Path(settings.path))
-        volume.open(LOCK_WAIT_S)
-        opening = Startup(volume, settings.capacity_bytes)
-        with volume.or_close():
-            try:
-                look = volume.look()
-                opening.open()
-            except (OSError, TierError) as exc:
-                why = exc.strerror if isinstance(exc, OSError) else str(exc)
-                raise ConfigError(f"{volume.path}: cannot be used: {why}") from exc
         writers = writers_of(settings.threads)
         self.settings = settings
         self.capacity_bytes = settings.capacity_bytes
-        self.volume = volume
-        self.opening = opening  # another one after each return to the directory
+        try:
+            self.attached = Attached(self)  # another one after each return to the directory
+        except (OSError, TierError) as exc:
+            why = exc.strerror if isinstance(exc, OSError) else str(exc)
+            raise ConfigError(f"{settings.path}: cannot be used: {why}") from exc
         self._mover: ThreadMover[Run] = ThreadMover(settings.threads, writers)
         self.health = Health(settings.path)
         self.keeper = TaskThread("keeper")
-        self.visits = Visits()  # of namespaces
         self._watch = TaskThread("watch")
         self._next_look_s = 0.0
         self._idle_until_s = 0.0
-        self._commits = Commits(self)
-        self.room = ExtentAllocator(self, self._commits)
         self._remount = Remount(self)
         self._reads, self._writes = Pace(settings.threads), Pace(writers)
         self._paces = {
@@ -82,19 +69,19 @@ class NvmeDisk:
         self._given_up = False
         self._said = RateLog(log)
         self._sliced = False  # something that concerns many records is under way
-        self.health.loading(on=opening.loading)
-        self.room.seen(look)
+        self.health.loading(on=self.attached.loading)
+        self.attached.room.shrink()
 
     # Tiers
 
     def tier(self, context: TierContext) -> NvmeTier:
         """Make a namespace's tier."""
-        space = self._space(context.namespace, context.slot_bytes)
+        space = self.attached.space(context.namespace, context.slot_bytes)
         if space.slot_bytes != context.slot_bytes:
             self._resized(space, context.slot_bytes)
-            space = self._space(context.namespace, context.slot_bytes)
+            space = self.attached.space(context.namespace, context.slot_bytes)
         made = NvmeTier(context, space, self)
-        self.wake(space)
+        self.attached.wake(space)
         self._tiers = [tier for tier in self._tiers if not tier.closed]
         self._tiers.append(made)
         return made
@@ -104,8 +91,8 @@ class NvmeDisk:
 
         Its name follows from that size among others, so that the index is what is wrong.
         """
-        del self.opening.spaces[space.digest]
-        self.room.recount()
+        del self.attached.spaces[space.digest]
+        self.attached.room.recount()
         for file in space.extents.values():
             file.close()
         wrong = IndexDamagedError(
@@ -114,39 +101,15 @@ class NvmeDisk:
         )
         self.write_failed("reading the index", wrong, time.monotonic())
 
-    def _space(self, namespace: str, slot_bytes: int) -> DiskNamespace:
-        spaces = self.opening.spaces
-        if namespace not in spaces:
-            number = self.opening.take_number()
-            spaces[namespace] = DiskNamespace(number, namespace, slot_bytes)
-        return spaces[namespace]
-
-    def replace(self, fresh: Startup) -> None:
+    def replace(self, fresh: Attached) -> None:
         """Go on with what was found in the directory, and not with what was known."""
-        old, self.opening = self.opening, fresh
-        fresh.generation = max(fresh.generation, old.generation)
-        fresh.next_extent = max(fresh.next_extent, old.next_extent)
-        for known in old.spaces.values():
-            space = self._space(known.digest, known.slot_bytes)
-            space.succeed(known)
-            self.wake(space)
-            for tier in self._tiers:
-                if tier.space is known and space.slot_bytes == known.slot_bytes:
-                    tier.use(space)
-            if known.renumbering:  # it was cleared, and that was not durable
-                self.clear_space(space)
-        self.room.start_over()
-        self._commits.start_over()
+        old, self.attached = self.attached, fresh
+        fresh.succeed(old)
+        for tier in self._tiers:
+            space = fresh.spaces[tier.space.digest]
+            if space.slot_bytes == tier.space.slot_bytes:
+                tier.use(space)
         self.health.loading(on=fresh.loading)
-
-    def wake(self, space: DiskNamespace) -> None:
-        """Look after a namespace in every poll from now on, until it is at rest."""
-        self.visits.wake(space.digest)
-
-    def next_generation(self) -> int:
-        """Number a write."""
-        self.opening.generation += 1
-        return self.opening.generation
 
     # State
 
@@ -156,7 +119,7 @@ class NvmeDisk:
         It stays as it is, so that to try again would be of no use.
         """
         if isinstance(error, IndexDamagedError):
-            self.opening.damage = error
+            self.attached.damage = error
             self.health.lost(f"{what} failed: {error}", now_s)
         else:
             self.health.write_failed(what, error, now_s)
@@ -179,17 +142,12 @@ class NvmeDisk:
     @property
     def used_bytes(self) -> int:
         """Bytes that the tier may take on disk with the extents it has."""
-        return self.room.used_bytes
+        return self.attached.room.used_bytes
 
     @property
     def spaces(self) -> list[DiskNamespace]:
         """List the namespaces that have been seen."""
-        return list(self.opening.spaces.values())
-
-    @property
-    def awake(self) -> list[DiskNamespace]:
-        """List the namespaces with something to do: to commit, to empty, to remove."""
-        return self.visits.awake(self.opening.spaces)
+        return list(self.attached.spaces.values())
 
     @property
     def stalled_s(self) -> dict[str, float]:
@@ -203,7 +161,7 @@ class NvmeDisk:
         if self._given_up:
             return bool(self._mover.open)
         moving = self._mover.open or self.keeper.open
-        return bool(moving) or self.opening.loading or self._commits.purging or self._sliced
+        return bool(moving) or self.attached.loading or self._sliced
 
     @property
     def next_s(self) -> float:
@@ -214,17 +172,17 @@ class NvmeDisk:
             return _NEVER_S
         due_at_s = self.health.due_at_s
         if self.writable:
-            due_at_s = min(due_at_s, self._commits.due_at_s)
+            due_at_s = min(due_at_s, self.attached.commits.due_at_s)
         return max(_BUSY_S, due_at_s - time.monotonic())
 
     def resize(self, capacity_bytes: int) -> None:
         """Change the cap; extents that are too much are emptied and given back."""
         log.info(
             "%s: capacity is %d bytes now, was %d",
-            self.volume.path, capacity_bytes, self.capacity_bytes,
+            self.attached.directory.path, capacity_bytes, self.capacity_bytes,
         )  # fmt: skip
         self.capacity_bytes = capacity_bytes
-        self.room.shrink()
+        self.attached.room.shrink()
 
     # Moving blocks
 
@@ -247,14 +205,14 @@ class NvmeDisk:
             else:
                 self._poll()
         except Exception:  # noqa: BLE001 - the barrier of the disk: the store goes on without it
-            path = self.volume.path
+            path = self.attached.directory.path
             self._said.bug("bugs", "%s is off until the store is started again: a bug", path)
             self._given_up = True
 
     def _poll(self) -> None:
         now_s = time.monotonic()
         under_way = any(pace.open for pace in self._paces.values()) or self.busy
-        if now_s < self._idle_until_s and not (under_way or self.visits):
+        if now_s < self._idle_until_s and not (under_way or self.attached.visits):
             return
         self._idle_until_s = now_s + IDLE_S
         self._load_some(now_s)
@@ -265,11 +223,11 @@ class NvmeDisk:
             run.tier.ended(run)
         self.keeper.poll(now_s)
         self._look(now_s)
-        spaces = self.opening.spaces
-        visited = self.visits.take(spaces, int(now_s * 1e9))
+        spaces = self.attached.spaces
+        visited = self.attached.visits.take(spaces, int(now_s * 1e9))
         self._do_slices(visited, now_s)
-        self.room.step(visited, now_s)
-        self._commits.step(now_s)
+        self.attached.room.step(visited, now_s)
+        self.attached.commits.step(now_s)
         stalled = any(pace.stalled_s(now_s) > HANG_S for pace in self._paces.values())
         self._remount.step(now_s, writing=self._writes.open, stalled=stalled)
 
@@ -277,15 +235,15 @@ class NvmeDisk:
         if not self.health.online:
             return
         try:
-            if not self.opening.load_some(self.keeper):
+            if not self.attached.load_some(self.keeper):
                 return
         except TierIOError as exc:
             self.health.lost(f"its index cannot be read: {exc}", now_s)
             return
         self.health.loading(on=False)
         for space in self.spaces:
-            self.wake(space)
-        self.room.shrink()
+            self.attached.wake(space)
+        self.attached.room.shrink()
 
     def _do_slices(self, visited: Sequence[DiskNamespace], now_s: float) -> None:
         """Go on for a moment with what concerns many records."""
@@ -299,14 +257,7 @@ class NvmeDisk:
     def clear(self) -> None:
         """Forget all blocks of all namespaces, at once; those stored from now on are kept."""
         for space in self.spaces:
-            self.clear_space(space)
-
-    def clear_space(self, space: DiskNamespace) -> None:
-        """Forget all blocks of a namespace, at once."""
-        if space.extents:
-            space.clear(self.opening.take_number())
-            self.wake(space)
-            self._commits.hurry()
+            self.attached.clear(space)
 
     def _judge(self, run: Run, error: Exception | None, now_s: float) -> None:
         if not self.health.online:
@@ -323,20 +274,21 @@ class NvmeDisk:
         self._watch.poll(now_s)
         if self._remount.at_home and not self._watch.open and now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_EVERY_S
-            self._watch.submit(self.volume.look, self._looked)
+            looked = partial(self._looked, self.attached)
+            self._watch.submit(self.attached.directory.look, looked)
         for name, pace in self._paces.items():
             if (seconds := pace.stalled_s(now_s)) > HANG_S:
                 reads = name in ("reads", "watch")
                 hangs = self.health.lost if reads else self.health.only_reads
                 hangs(f"no call of its {name} has returned for {seconds:.0f} s", now_s)
 
-    def _looked(self, seen: Look | Exception, now_s: float) -> None:
-        if self._closed or not self._remount.at_home:
+    def _looked(self, at: Attached, seen: Look | Exception, now_s: float) -> None:
+        if self._closed or not self._remount.at_home or at is not self.attached:
             return
         if isinstance(seen, Exception):
             self.health.look_failed(seen, now_s)
             return
-        self.room.seen(seen)
+        at.room.seen(seen)
         if seen.read_only:
             self.health.only_reads("the file system is mounted read-only", now_s)
 
@@ -344,7 +296,7 @@ class NvmeDisk:
 
     def flush(self) -> None:
         """Go one step towards having everything durable, and sleep for a moment."""
-        self._commits.hurry()
+        self.attached.commits.hurry()
         self.poll()
         time.sleep(_BUSY_S)
 
@@ -359,39 +311,26 @@ class NvmeDisk:
         self._closed = True
         ended: list[Exception | None] = []
         if not self._mover.open and not self.keeper.open:
-            self.keeper.submit(self._ending(clean=clean), lambda exc, _now_s: ended.append(exc))
+            known = self._remount.at_home and not self.attached.loading
+            last = Commit(clean=clean) if known else None
+            self.keeper.submit(self.attached.closing(last), lambda exc, _now_s: ended.append(exc))
             while (not ended or self._watch.open) and time.monotonic() < deadline + CLOSE_S:
                 time.sleep(_BUSY_S)
                 self.keeper.poll(time.monotonic())
                 self._watch.poll(time.monotonic())
         if not ended or self._watch.open:  # the lock goes with the process
-            log.error("%s: I/O hangs; the store ends without it", self.volume.path)
+            log.error("%s: I/O hangs; the store ends without it", self.attached.directory.path)
             return
         if ended[0] is not None:
-            log.error("%s: not shut down in order: %s", self.volume.path, ended[0])
+            log.error("%s: not shut down in order: %s", self.attached.directory.path, ended[0])
         self._mover.close()
         self.keeper.close()
         self._watch.close()
-
-    def _ending(self, *, clean: bool) -> Callable[[], None]:
-        """Return what closes all that is open, on the keeper's thread."""
-        mark = self._remount.at_home and not self.opening.loading
-        closing = self.opening.closing()
-
-        def end() -> None:
-            try:
-                if mark:
-                    self.opening.index_client.commit(Commit(clean=clean))
-            finally:
-                closing()
-                self.volume.close()
-
-        return end
 
     def _quiet(self) -> bool:
         if self._given_up:
             return not self._mover.open
         if self._mover.open or self.keeper.open:
             return False
-        idle = self.opening.loading or not self.writable
-        return idle or not self._commits.pending
+        idle = self.attached.loading or not self.writable
+        return idle or not self.attached.commits.pending

@@ -13,13 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.core.errors import TierFull
-from tiers.nvme.commits import Commits
 from tiers.nvme.directory import Look
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import DiskNamespace, cost
 
 if TYPE_CHECKING:
+    from tiers.nvme.attached import Attached
     from tiers.nvme.disk import NvmeDisk
 
 log = logging.getLogger(__name__)
@@ -37,16 +37,16 @@ FULL_S = 5.0  # a file system that had no room is asked again after that
 class ExtentAllocator:
     """Extents of all namespaces, under one cap."""
 
-    def __init__(self, disk: NvmeDisk, commits: Commits) -> None:
+    def __init__(self, disk: NvmeDisk, attached: Attached, look: Look) -> None:
         self._disk = disk
-        self._commits = commits
+        self._attached = attached
+        self._look = look
         self.making: dict[int, int] = {}  # extent -> what it will take
         self._removing: dict[int, int] = {}  # extent -> what it takes until it is gone
         self._stuck: dict[int, int] = {}  # the same, of which making or removing has failed
         self._evicting: set[str] = set()  # namespaces between the low and the high mark
         self._full_until_s = float("-inf")
         self._now_s = 0.0
-        self._look: Look | None = None
         self._counted: tuple[int, int] | None = None  # bytes of all extents, and of their entries
 
     # What is taken
@@ -64,8 +64,6 @@ class ExtentAllocator:
             entries = sum(cost(file.bytes, file.slot_bytes) for file in files) - extents
             self._counted = extents, entries + BASE_BYTES
         extents, entries = self._counted
-        if self._look is None:
-            return extents + entries
         return extents + max(entries, self._look.index_bytes) + self._look.aside_bytes
 
     def recount(self) -> None:
@@ -87,18 +85,18 @@ class ExtentAllocator:
 
     def make(self, space: DiskNamespace, count: int) -> bool:
         """Try to get free slots: a new extent, else by eviction; False when none will come."""
-        if self._disk.opening.loading or space.renumbering or self._grow(space):
+        if self._attached.loading or space.clearing or self._grow(space):
             return True
         space.evict(count - space.free - space.leaving)
         if space.to_delete:
-            self._commits.hurry()
+            self._attached.commits.hurry()
         if space.leaving:
             return True
         return space.free == 0 and (bool(space.cleared) or self._take_from_another(space))
 
     def _grow(self, space: DiskNamespace) -> bool:
         """Make an extent if the cap and the file system have room; True while one is made."""
-        disk = self._disk
+        disk, attached = self._disk, self._attached
         if space.growing:
             return True
         size = disk.settings.extent_bytes
@@ -106,20 +104,20 @@ class ExtentAllocator:
         fits = self.used_bytes + takes <= disk.capacity_bytes
         if not fits or self._now_s < self._full_until_s:
             return False
-        number = disk.opening.next_extent
-        disk.opening.next_extent += 1
+        number = attached.next_extent
+        attached.next_extent += 1
         self.making[number] = takes
         space.growing = True
-        changes = Commit(namespaces=[space.entry], extents=[(number, space.number)])
+        changes = Commit(extents=[(number, space.slot_bytes, space.digest)])
 
         def make() -> ExtentFile:
             """Leave no file that the index does not know."""
-            file = disk.volume.make_extent(number, space.slot_bytes, size)
+            file = attached.directory.make_extent(number, space.slot_bytes, size)
             try:
-                disk.opening.index_client.commit(changes)
+                attached.index.commit(changes)
             except BaseException:
                 file.close()
-                disk.volume.remove_extent(number)
+                attached.directory.remove_extent(number)
                 raise
             return file
 
@@ -140,7 +138,7 @@ class ExtentAllocator:
             self.shrink()  # the cap may be smaller by now
         elif isinstance(made, TierFull):
             if self._full_until_s < now_s - FULL_S:
-                log.warning("%s: no new extent: %s", self._disk.volume.path, made)
+                log.warning("%s: no new extent: %s", self._attached.directory.path, made)
             self._full_until_s = now_s + FULL_S
         else:
             self._stuck[number] = takes
@@ -148,7 +146,7 @@ class ExtentAllocator:
 
     def _take_from_another(self, needy: DiskNamespace) -> bool:
         """Retire an extent of the namespace that has the most; True while one is going."""
-        if self._removing or any(s.retiring for s in self._disk.awake if s is not needy):
+        if self._removing or any(s.retiring for s in self._attached.awake if s is not needy):
             return True
         others = [space for space in self._disk.spaces if space is not needy]
         unused = [space for space in others if space.extents and not space.attached]
@@ -162,8 +160,8 @@ class ExtentAllocator:
 
     def shrink(self) -> None:
         """Retire extents until the cap holds: it may be smaller than when they were made."""
-        while self._disk.health.writable and not self._disk.opening.loading:
-            leaving = sum(space.retiring_bytes for space in self._disk.awake)
+        while self._disk.health.writable and not self._attached.loading:
+            leaving = sum(space.retiring_bytes for space in self._attached.awake)
             if self._taken() - leaving <= self._disk.capacity_bytes:
                 return
             richest = max(self._disk.spaces, key=lambda s: s.disk_bytes - s.retiring_bytes)
@@ -174,8 +172,8 @@ class ExtentAllocator:
 
     def _retire(self, space: DiskNamespace, number: int) -> None:
         space.retire(number)
-        self._disk.wake(space)
-        self._commits.hurry()
+        self._attached.wake(space)
+        self._attached.commits.hurry()
 
     # In every poll
 
@@ -185,14 +183,14 @@ class ExtentAllocator:
         visited: the namespaces of this poll, all of those among them that are awake.
         """
         self._now_s = now_s
-        works = self._disk.health.writable and not self._disk.opening.loading
+        works = self._disk.health.writable and not self._attached.loading
         for space in visited:
             if works:
                 self._look_after(space)
             if space.at_rest and space.digest not in self._evicting:
-                self._disk.visits.rest(space.digest)
+                self._attached.visits.rest(space.digest)
             else:
-                self._disk.wake(space)
+                self._attached.wake(space)
 
     def _look_after(self, space: DiskNamespace) -> None:
         for number, file in space.take_retired():
@@ -216,8 +214,8 @@ class ExtentAllocator:
 
     def _remove(self, number: int, file: ExtentFile) -> None:
         file.close()
-        self._disk.opening.index_client.commit(Commit(extents_gone=[number]))
-        self._disk.volume.remove_extent(number)
+        self._attached.index.commit(Commit(extents_gone=[number]))
+        self._attached.directory.remove_extent(number)
 
     def _removed(self, number: int, error: Exception | None, now_s: float) -> None:
         takes = self._removing.pop(number)
@@ -234,10 +232,3 @@ class ExtentAllocator:
         """These are gone from both."""
         for number in numbers:
             self._stuck.pop(number, None)
-
-    def start_over(self) -> None:
-        """The directory is read anew."""
-        self._evicting.clear()
-        self._stuck.clear()
-        self._look = None
-        self.recount()

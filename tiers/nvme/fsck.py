@@ -21,14 +21,14 @@ from queue import SimpleQueue
 
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.index import State
+from tiers.nvme.attached import set_aside, spaces_of
 from tiers.nvme.directory import EXTENT, Directory
 from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, allow_files, stride_of
 from tiers.nvme.fsck_report import Amount, FsckReport, Repair
 from tiers.nvme.index import Record
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
-from tiers.nvme.messages import FOLDER, RECORD_BYTES, Commit, Load, Loaded
+from tiers.nvme.messages import FOLDER, RECORD_BYTES, Commit
 from tiers.nvme.namespace import POSITION, DiskNamespace, Loading
-from tiers.nvme.startup import set_aside, spaces_of
 from tiers.nvme.tier import RUN_BYTES_MAX
 
 LOCK_WAIT_S = 1.0
@@ -51,7 +51,10 @@ def examine(
     """
     refuse_others(folder)
     volume = Directory(folder)
-    volume.open(LOCK_WAIT_S)
+    try:
+        volume.open(LOCK_WAIT_S)
+    except OSError as exc:
+        raise ConfigError(f"{folder}: cannot be used: {exc.strerror}") from exc
     report = FsckReport(str(folder))
     known = Known(volume, report)
     try:
@@ -101,10 +104,10 @@ class Known:
         self._volume = volume
         self._report = report
         self._spaces: list[DiskNamespace] = []
-        self._strays: list[bytes] = []  # keys of rows that no space takes
+        self._strays = 0  # rows that no space takes
         self._gone: list[int] = []  # extents in the index that blocks cannot be in
         self._orphans: list[Path] = []
-        self._deletes: list[bytes] = []
+        self._deletes: dict[str, list[bytes]] = {}  # by namespace
 
     # Reading the index
 
@@ -119,39 +122,32 @@ class Known:
             except IndexDamagedError as exc:
                 self._report.index_error = str(exc)
                 self.close()
-                self._spaces, self._strays, self._gone = [], [], []
+                self._spaces, self._strays, self._gone = [], 0, []
             except TierIOError as exc:
                 raise TierError(f"{data.parent} could not be looked at: {exc}") from exc
         self._find_orphans()
         for space, mine in zip(self._spaces, refused, strict=True):
             self._count(space, mine)
         self._report.namespaces = len(self._spaces)
-        self._report.blocks["foreign"].add(0, len(self._strays))
+        self._report.blocks["foreign"].add(0, self._strays)
         self._report.extents["lost"].add(0, len(self._gone))
 
     def _read_index(self) -> list[list[Refused]]:
         """Have each space take its records, as a store does; return what each has refused."""
         volume = self._volume
         with closing(IndexClient(volume.path, 0, volume.lock_fd, read_only=True)) as client:
-            spaces = spaces_of(client.opened.namespaces)
+            found = client.opened
+            spaces = spaces_of(found.extents)
             self._spaces = list(spaces.values())
-            self._open_extents(spaces, client.opened.extents)
-            refused = [load(client, space) for space in self._spaces]
-            for number in client.opened.strays:
-                no_extents = DiskNamespace(number, "", 1)  # so that all are refused
-                self._strays += [key for key, _, _ in load(client, no_extents)]
-            self._report.in_order = client.opened.clean
-        return refused
-
-    def _open_extents(self, spaces: dict[int, DiskNamespace], extents: dict[int, int]) -> None:
-        allow_files()  # all are open at one time
-        for number, owner in sorted(extents.items()):
-            space = spaces.get(owner)
-            file = None if space is None else self._open(number, space.slot_bytes)
-            if space is None or file is None:
-                self._gone.append(number)
-            else:
-                space.extents[number] = file
+            allow_files()  # all are open at one time
+            for number, (slot_bytes, digest) in sorted(found.extents.items()):
+                file = self._open(number, slot_bytes)
+                if file is None:
+                    self._gone.append(number)
+                else:
+                    spaces[digest].extents[number] = file
+            self._strays, self._report.in_order = found.strays, found.clean
+            return [load(client, space) for space in self._spaces]
 
     def _open(self, number: int, slot_bytes: int) -> ExtentFile | None:
         """Return None when it is not there. Raises TierError for a cause outside of it."""
@@ -215,7 +211,8 @@ class Known:
         blocks = self._report.blocks
         blocks["unreachable"].add(space.slot_bytes, before - len(space.index) - len(bad))
         blocks["ok"].add(space.slot_bytes, len(space.index))
-        self._deletes += [space.index_key(record) for record in space.take_deletes()]
+        if deletes := space.take_deletes():
+            self._deletes[space.digest] = [record.key for record in deletes]
 
     @property
     def readable(self) -> bool:
@@ -231,11 +228,12 @@ class Known:
             done.index_kept_as = str(set_aside(folder))
         index = folder / FOLDER / "data.mdb"
         size = index.stat().st_size if index.exists() else 0
-        deletes = self._strays + self._deletes
-        if deletes or self._gone or not size:
+        done.blocks_dropped = self._strays + sum(map(len, self._deletes.values()))
+        done.extents_dropped = len(self._gone)
+        if done.blocks_dropped or self._gone or not size:
             with closing(IndexClient(folder, size // RECORD_BYTES, self._volume.lock_fd)) as client:
-                client.commit(Commit(deletes, extents_gone=self._gone, clean=not size))
-        done.blocks_dropped, done.extents_dropped = len(deletes), len(self._gone)
+                gone = Commit(deletes=self._deletes, extents_gone=self._gone, clean=not size)
+                client.commit(gone)
         for path in self._orphans:  # a link is removed itself, not what it leads to
             path.unlink(missing_ok=True)
         done.files_removed = len(self._orphans)
@@ -257,13 +255,11 @@ def on_disk(path: Path) -> int:
 def load(client: IndexClient, space: DiskNamespace) -> list[Refused]:
     """Have a space take its records; return those that it cannot have."""
     loading = space.loading = Loading(space)
-    client.load(Load(space.number, space.slot_bytes, space.slot_counts))
-    while not isinstance(message := client.take(wait=True), Loaded):
-        if message is not None:
-            loading.take(message)
-    loading.refuse(message.refused)
-    deque(loading.end(), maxlen=0)
-    return message.refused
+    refused: list[Refused] = []
+    for page in client.records(space.digest, space.slot_bytes, space.slot_counts):
+        deque(loading.take(page), maxlen=0)
+        refused += page.refused or ()
+    return refused
 
 
 def run_blocks_max(space: DiskNamespace) -> int:

@@ -1,44 +1,50 @@
 """What is durable: an index beside the extent files, in a process of its own (index_server.py).
 
-A page of the index that cannot be read ends that process, not the store. The next call starts
-another. What kills twice, or says that it is damaged, is damaged; a disk that gives errors, or a
+A page of the index that cannot be read ends that process, not the store. Another does what it was
+asked for. What kills twice, or says that it is damaged, is damaged; a disk that gives errors, or a
 process that was killed, says nothing about the index.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from kvstore.core.errors import ConfigError, TierIOError
 from tiers.nvme.messages import (
     FOLDER,
     RECORD_BYTES,
     Answer,
-    Batch,
     Commit,
     Connection,
     Done,
     Failed,
     Load,
-    Loaded,
     Open,
     Opened,
+    Page,
     Request,
     answers,
 )
 
+log = logging.getLogger(__name__)
+
+PAGE_ROWS = 8192  # a store takes them in several of its turns, while the next ones come
 _MAP_BYTES_MIN = 64 << 20
-_STARTS_MAX = 3  # of one call
+_TRIES_MAX = 3  # of one call
 _DEATHS_MAX = 3  # of what it reads, although it can be read
 _END_S = 5.0
-_SOCKET_BYTES = 1 << 20  # of records that are on their way
 _OF_THE_FILE = {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+A = TypeVar("A", Done, Page)
+R = TypeVar("R")
 
 
 class IndexDamagedError(TierIOError):
@@ -77,7 +83,6 @@ class IndexProcess:
         """Start it. It inherits the directory's lock. Raises TierIOError when it does not start."""
         ours, its = socket.socketpair()
         with its:
-            its.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             try:
                 self._process = type(self).start(its.fileno(), lock_fd)
             except OSError as exc:
@@ -96,18 +101,6 @@ class IndexProcess:
         try:
             self._connection.send(request)
             return self._connection.receive()
-        except (OSError, EOFError):
-            raise self._death() from None
-
-    def take(self, *, wait: bool) -> Answer | None:
-        """Return the next part of what was loaded; None with wait=False: not there yet.
-
-        Raises IndexProcessDiedError.
-        """
-        try:
-            return self._connection.receive(0 if wait else socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return None
         except (OSError, EOFError):
             raise self._death() from None
 
@@ -134,10 +127,7 @@ class IndexProcess:
 
 
 class IndexClient:
-    """The index on disk. Calls come from one thread, and wait for the disk.
-
-    But for take(): it may be another thread's, while no other call is under way.
-    """
+    """The index on disk. Calls come from one thread, and wait for the disk."""
 
     def __init__(
         self, folder: Path, blocks_max: int, lock_fd: int, *, read_only: bool = False
@@ -159,58 +149,76 @@ class IndexClient:
         self._deaths = 0  # of what was read, since a commit went well
         self._closed = False
         self.process: IndexProcess | None = None
-        self.opened = self._start()[1]
+        self.opened: Opened  # what the last process has found
+        self._outlive(self._start)
 
-    def _start(self) -> tuple[IndexProcess, Opened]:
-        """Start a process that opens the index."""
+    def commit(self, changes: Commit) -> None:
+        """Make changes durable, all or none.
+
+        Raises TierIOError: then it is not known which, and the same commit may be tried again.
+        """
+        self._ask(changes, Done)
+        self._deaths = 0
+
+    def records(self, digest: str, slot_bytes: int, counts: Mapping[int, int]) -> Iterator[Page]:
+        """Yield a namespace's records; counts: slots of its extents. Raises TierIOError."""
+        first, ended = 0, False
+        while not ended:
+            page = self._ask(Load(digest, slot_bytes, dict(counts), first, PAGE_ROWS), Page)
+            first, ended = first + page.count, page.refused is not None
+            yield page
+
+    def close(self) -> None:
+        """End the process, and with it its hold on the lock; safe to call twice."""
+        self._closed = True
+        self._end()
+
+    def _ask(self, request: Request, expected: type[A]) -> A:
+        """Have a request done. Raises TierIOError for any answer but the expected one."""
+
+        def ask() -> Answer:
+            process = self.process
+            if process is None or process.ended:
+                process = self._start()
+            return process.ask(request)
+
+        answer = self._outlive(ask)
+        if isinstance(answer, expected):
+            return answer
+        raise self._error(answer)
+
+    def _outlive(self, call: Callable[[], R]) -> R:
+        """Call, and again with another process if one ends meanwhile."""
         if self._closed:
             raise TierIOError(f"{self.path} is not open")
-        for _ in range(_STARTS_MAX):
-            self._end()
-            process = self.process = IndexProcess(self._lock_fd)
-            request = Open(str(self.path), self._map_bytes, self._verify, self._read_only)
+        for _ in range(_TRIES_MAX):
             try:
-                answer = process.ask(request)
+                return call()
             except IndexProcessDiedError as exc:
                 last = exc
-                self._died(exc, verified=self._verify)
-                continue
-            self._verify = False
-            if isinstance(answer, Opened):
-                return process, answer
-            raise self._error(answer)
-        raise TierIOError(f"{self.path} cannot be opened: {last}") from last
+                self._died(exc)
+        raise TierIOError(f"{self.path}: {last}") from last
 
-    def _died(self, exc: IndexProcessDiedError, *, verified: bool = False) -> None:
+    def _start(self) -> IndexProcess:
+        """Start a process that opens the index."""
+        self._end()
+        process = self.process = IndexProcess(self._lock_fd)
+        where = str(self.path)
+        answer = process.ask(Open(where, self._map_bytes, self._verify, self._read_only))
+        if not isinstance(answer, Opened):
+            raise self._error(answer)
+        self._verify, self.opened = False, answer
+        return process
+
+    def _died(self, exc: IndexProcessDiedError) -> None:
         """Remember a death. Raises IndexDamagedError when the index is what it died of."""
+        log.warning("%s: %s; another one does what it was asked for", self.path, exc)
         self.process = None
         self._deaths += exc.of_the_file
-        read = verified or self._read_only  # by plain calls before, which a failing disk would fail
+        read = self._verify or self._read_only  # by plain calls, which a failing disk would fail
         if exc.of_the_file and (read or self._deaths >= _DEATHS_MAX):
             raise IndexDamagedError(f"{self.path}: {exc}") from exc
         self._verify = self._verify or exc.of_the_file
-
-    def _ask(self, request: Request) -> Done:
-        """Have a request done; once more if its process was killed, which may be long ago."""
-        try:
-            answer = self._ask_once(request)
-        except IndexProcessDiedError as exc:
-            if exc.of_the_file:
-                raise
-            answer = self._ask_once(request)
-        if not isinstance(answer, Done):
-            raise self._error(answer)
-        return answer
-
-    def _ask_once(self, request: Request) -> Answer:
-        process = self.process
-        if process is None or process.ended:
-            process, _ = self._start()
-        try:
-            return process.ask(request)
-        except IndexProcessDiedError as exc:
-            self._died(exc)
-            raise
 
     def _error(self, answer: Answer) -> Exception:
         """Turn an unexpected answer into an error, and end its process, which is of no more use."""
@@ -221,40 +229,6 @@ class IndexClient:
             return ConfigError(answer.text)
         kind = IndexDamagedError if answer.damaged else TierIOError
         return kind(f"{self.path}: {answer.text}")
-
-    def commit(self, changes: Commit) -> bool:
-        """Make changes durable, all or none; tell whether a purge has left records.
-
-        Raises TierIOError: then it is not known which, and the same commit may be tried again.
-        """
-        left = self._ask(changes).left
-        self._deaths = 0
-        return left
-
-    def load(self, request: Load) -> None:
-        """Have a namespace's records sent, for take(). Raises TierIOError."""
-        self._ask(request)
-
-    def take(self, *, wait: bool = False) -> Batch | Loaded | None:
-        """Return the next records; None with wait=False: not there yet.
-
-        Raises TierIOError when there are none.
-        """
-        if self.process is None:
-            raise IndexProcessDiedError("the index's process has ended", of_the_file=False)
-        try:
-            message = self.process.take(wait=wait)
-        except IndexProcessDiedError as exc:
-            self._died(exc)
-            raise
-        if message is None or isinstance(message, Batch | Loaded):
-            return message
-        raise self._error(message)
-
-    def close(self) -> None:
-        """End the process, and with it its hold on the lock; safe to call twice."""
-        self._closed = True
-        self._end()
 
     def _end(self) -> None:
         if self.process is not None:

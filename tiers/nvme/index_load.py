@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from tiers.nvme.messages import NO_PARENT, NOWHERE, NUMBER, VALUE, Batch
+from tiers.nvme.messages import NO_PARENT, NOWHERE, VALUE, Page
 
-BATCH_ROWS = 1024  # of which a store takes in one without a look at the clock
 Refused = tuple[bytes, int, str]
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.uint64]
@@ -29,29 +28,37 @@ _FIELDS = np.dtype(
 class Sorted:
     """The records of a namespace, the oldest first, and those that are refused."""
 
-    def __init__(
-        self,
-        number: int,
-        slot_bytes: int,
-        counts: Mapping[int, int],
-        chunks: Iterable[list[bytes]],
-    ) -> None:
-        """counts: slots of the namespace's extents; chunks: key, value, key, value, ..."""
+    def __init__(self, slot_bytes: int, counts: Mapping[int, int]) -> None:
+        """counts: slots of the namespace's extents."""
         self.refused: list[Refused] = []
-        keys, lengths, values = self._pack(chunks)
+        self._slot_bytes = slot_bytes
+        self._counts = counts
+
+    def sort(self, chunks: Iterable[list[bytes]]) -> Iterator[None]:
+        """Read key, value, key, value, ..., and sort all. Yields now and then."""
+        packed = [(np.zeros(0, "S1"), np.zeros(0, np.uint16), np.zeros(0, _FIELDS))]
+        for chunk in chunks:
+            packed.append(self._pack(chunk))
+            yield
+        keys, lengths, values = map(np.concatenate, zip(*packed, strict=True))
+        packed.clear()
         order = np.argsort(values["generation"], kind="stable")
         keys, lengths, values = keys[order], lengths[order], values[order]
-        causes = _causes(values, counts)
-        causes[(causes == _OK) & (values["size"] != slot_bytes)] = _FOREIGN
+        yield
+        causes = _causes(values, self._counts)
+        causes[(causes == _OK) & (values["size"] != self._slot_bytes)] = _FOREIGN
         owners, places = _owners(values["place"], causes == _OK)
         holds = _flags(owners, len(values))
         causes[(causes == _OK) & ~holds] = _FOREIGN
+        yield
         parents = _parents(values, owners, places)
+        yield
         _cut_off(values["above"], parents, causes)
+        yield
         good = np.flatnonzero(causes == _OK)
         self.refused += [
             (
-                NUMBER.pack(number) + bytes(keys[at]).ljust(int(lengths[at]), b"\0"),
+                bytes(keys[at]).ljust(int(lengths[at]), b"\0"),
                 int(values["place"][at]) if holds[at] or causes[at] == _BEYOND else NOWHERE,
                 _NAMES[causes[at]],
             )
@@ -65,46 +72,33 @@ class Sorted:
         self._leaves = ~_flags(inner.astype(np.intp), len(good))
 
     def _pack(
-        self, chunks: Iterable[list[bytes]]
+        self, chunk: list[bytes]
     ) -> tuple[NDArray[np.bytes_], NDArray[np.uint16], NDArray[np.void]]:
-        """Return keys without the namespace, padded, their lengths, and values."""
-        packed = [(np.zeros(0, "S1"), np.zeros(0, np.uint16), np.zeros(0, _FIELDS))]
-        for chunk in chunks:
-            keys, values = chunk[::2], chunk[1::2]
-            if set(map(len, values)) != {VALUE.size} or min(map(len, keys)) < NUMBER.size:
-                rows = list(zip(keys, values, strict=True))
-                sound = [row for row in rows if _sound(*row)]
-                self.refused += [(row[0], NOWHERE, "foreign") for row in rows if not _sound(*row)]
-                keys, values = [key for key, _ in sound], [value for _, value in sound]
-            names = [key[NUMBER.size :] for key in keys]
-            lengths = np.fromiter(map(len, names), np.uint16, len(names))
-            fields = np.frombuffer(bytearray().join(values), _FIELDS)
-            packed.append((np.array(names, "S"), lengths, fields))
-        keys_of, lengths_of, values_of = zip(*packed, strict=True)
-        return np.concatenate(keys_of), np.concatenate(lengths_of), np.concatenate(values_of)
+        """Return keys, padded, their lengths, and values."""
+        keys, values = chunk[::2], chunk[1::2]
+        if set(map(len, values)) != {VALUE.size}:
+            rows = list(zip(keys, values, strict=True))
+            self.refused += [(k, NOWHERE, "foreign") for k, v in rows if len(v) != VALUE.size]
+            rows = [row for row in rows if len(row[1]) == VALUE.size]
+            keys, values = [key for key, _ in rows], [value for _, value in rows]
+        lengths = np.fromiter(map(len, keys), np.uint16, len(keys))
+        fields = np.frombuffer(bytearray().join(values), _FIELDS)
+        return np.array(keys, "S"), lengths, fields
 
-    def __len__(self) -> int:
-        """Count the records that are not refused."""
-        return len(self._keys)
-
-    def batches(self, skip: int = 0) -> Iterator[Batch]:
-        """Yield the records, without the first `skip`."""
+    def page(self, first: int, most: int) -> Page:
+        """Return up to so many records, with the last also what is refused."""
         width = max(1, self._keys.dtype.itemsize)
         fields = [("key", f"S{width}"), ("length", "<u2"), ("place", "<u8"), ("parent", "<u4")]
         fields += [("generation", "<u8"), ("sum", "<u8"), ("leaf", "?")]
-        for first in range(skip, len(self), BATCH_ROWS):
-            part = slice(first, first + BATCH_ROWS)
-            values = self._values[part]
-            rows = np.empty(len(values), fields)
-            rows["key"], rows["length"] = self._keys[part], self._lengths[part]
-            rows["parent"], rows["leaf"] = self._parents[part], self._leaves[part]
-            for field in ("place", "generation", "sum"):
-                rows[field] = values[field]
-            yield Batch(width, rows.tobytes())
-
-
-def _sound(key: bytes, value: bytes) -> bool:
-    return len(key) >= NUMBER.size and len(value) == VALUE.size
+        part = slice(first, first + most)
+        values = self._values[part]
+        rows = np.empty(len(values), fields)
+        rows["key"], rows["length"] = self._keys[part], self._lengths[part]
+        rows["parent"], rows["leaf"] = self._parents[part], self._leaves[part]
+        for field in ("place", "generation", "sum"):
+            rows[field] = values[field]
+        ended = part.stop >= len(self._keys)
+        return Page(width, rows.tobytes(), len(rows), self.refused if ended else None)
 
 
 _OK, _FOREIGN, _BEYOND, _UNREACHABLE = range(4)

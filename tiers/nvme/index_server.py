@@ -18,33 +18,40 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice, pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lmdb
 
 from tiers.nvme.messages import (
+    BLOCKS,
+    EXTENTS,
     FORMAT,
-    NAMESPACE,
+    META,
     NUMBER,
-    PURGE_ROWS,
     Answer,
     Commit,
     Connection,
     Done,
     Failed,
-    Loaded,
+    Load,
     Open,
     Opened,
+    Page,
     Request,
     requests,
 )
 
+if TYPE_CHECKING:
+    from tiers.nvme.index_load import Sorted
+
 _CHUNK_BYTES = 1 << 20
 _CHUNK_ROWS = 1 << 15
-TABLES = (b"meta", b"namespaces", b"extents", b"blocks")
-_NUMBER_MAX = (1 << 8 * NUMBER.size) - 1
+_STEPS_S = 1.0  # of one answer: what does not answer for ten counts as hanging
+_TABLES_MAX = 1 << 14  # that a process opens; the next one opens those that have an extent
 _ROW_BYTES_MIN = 16  # of the file: no table has more rows than it has room for
 _NOT_ITS_FAULT = (  # they say something about the machine, or about an error before
     lmdb.MapFullError,
@@ -59,8 +66,7 @@ _NOT_ITS_FAULT = (  # they say something about the machine, or about an error be
     lmdb.ReadonlyError,
 )
 _OTHER_VERSION = "LMDB data format"
-OWN_TABLES = 2
-"""A file with so many of our tables is ours, whatever else is in it."""
+_FIRST_FORMAT = b"namespaces"  # a table that only that one had
 FORMAT_BITS = 4
 """Another version's format differs from ours in more bits; in fewer, these have flipped."""
 
@@ -101,13 +107,16 @@ class IndexFile:
         """
         self._path = path
         self._read_only = read_only
+        self._blocks: dict[bytes, lmdb._Database] = {}  # tables by name
+        self.extents: dict[int, tuple[int, str]] = {}  # number -> slot bytes, digest
+        self.strays = 0  # records in tables of no namespace
         if verify:
             _read_plain(path / "data.mdb")
         # The store's lock on the directory is the only one: no other process reads meanwhile.
         self._env = lmdb.open(
             str(path),
             map_size=map_bytes,
-            max_dbs=len(TABLES),
+            max_dbs=_TABLES_MAX,
             lock=False,
             readahead=False,
             readonly=read_only,
@@ -142,8 +151,8 @@ class IndexFile:
         with self._env.begin() as txn:
             names = {bytes(name) for name, _ in txn.cursor()}
         found = None
-        if b"meta" in names:
-            self._meta = self._env.open_db(b"meta", create=False)
+        if META in names:
+            self._meta = self._env.open_db(META, create=False)
             with self._env.begin() as txn:
                 found = txn.get(b"format", db=self._meta)
                 self.clean = txn.get(b"clean", db=self._meta) == b"1"
@@ -151,24 +160,35 @@ class IndexFile:
         self.new = found is None
         self.clean = self.new or self.clean
         self._marked = self.clean
-        self.last_number = 0
         if self.new and self._read_only:
             return
-        self._meta, self._namespaces, self._extents, self._blocks = map(self._env.open_db, TABLES)
-        with self._env.begin() as txn:
-            cursor = txn.cursor(self._blocks)
-            self.last_number = _number_of(cursor.key()) if cursor.last() else 0
+        self._meta, self._extents = map(self._env.open_db, (META, EXTENTS))
         if self.new:  # one that was lost must not look like one that nothing was in yet
             self.commit(Commit())
+            return
+        self.extents = self._read_extents()
+        known = {BLOCKS + digest.encode() for _, digest in self.extents.values()}
+        for name in known & names:
+            self._blocks[name] = self._env.open_db(name, create=False)
+        self.strays = self._drop(names - known - {META, EXTENTS})
+
+    def _drop(self, names: Iterable[bytes]) -> int:
+        """Take out tables, and count their records; of a file only to be read, count them."""
+        tables = [self._env.open_db(name, create=False) for name in names]
+        with self._env.begin(write=not self._read_only) as txn:
+            count = sum(int(txn.stat(table)["entries"]) for table in tables)
+            for table in () if self._read_only else tables:
+                txn.drop(table)
+        return count
 
     def _refuse(self, path: Path, found: bytes | None, names: set[bytes]) -> None:
         """Raise OtherFormatError for what is another's, lmdb.CorruptedError for what is not whole.
 
         found: its format; names: its tables.
         """
-        if found is None and names.difference(TABLES):
-            if len(names.intersection(TABLES)) >= OWN_TABLES:
-                raise lmdb.CorruptedError(f"tables {sorted(names)}, expected {sorted(TABLES)}")
+        if found is None and names - {META, EXTENTS}:
+            if any(name.startswith((META, EXTENTS, BLOCKS, _FIRST_FORMAT)) for name in names):
+                raise lmdb.CorruptedError(f"no table {META!r}, or an empty one")
             raise OtherFormatError(f"{path}: an LMDB file, but not an index of kvstore")
         if found not in (None, FORMAT):
             if _bits_apart(found, FORMAT) <= FORMAT_BITS:
@@ -176,110 +196,78 @@ class IndexFile:
             raise OtherFormatError(
                 f"{path}: format {found!r}, this version has {FORMAT!r}; use another directory"
             )
-        if found is not None and not names.issuperset(TABLES):
+        if found is not None and EXTENTS not in names:
             raise lmdb.CorruptedError("a table is missing")
 
-    def tables(self) -> tuple[dict[str, tuple[int, int]], dict[int, int]]:
-        """Return namespaces (digest -> number, slot bytes) and extents (number -> namespace)."""
-        if self.new:
-            return {}, {}
+    def _read_extents(self) -> dict[int, tuple[int, str]]:
+        """Return number -> slot bytes, digest of the namespace. Raises ValueError."""
         most = self._rows_max()
         with self._env.begin() as txn:
-            namespaces = list(islice(txn.cursor(self._namespaces), most))
-            extents = list(islice(txn.cursor(self._extents), most))
-        if most in (len(namespaces), len(extents)):
+            rows = list(islice(txn.cursor(self._extents), most))
+        if len(rows) == most:
             raise lmdb.CorruptedError("more rows than there is room for")
-        if any(len(v) != NAMESPACE.size for _, v in namespaces) or any(
-            len(row) != NUMBER.size for row in chain.from_iterable(extents)
-        ):
+        if any(len(key) != NUMBER.size or len(value) <= NUMBER.size for key, value in rows):
             raise ValueError("a table's row has a wrong size")
-        return (
-            {bytes(digest).decode(): NAMESPACE.unpack(value) for digest, value in namespaces},
-            {NUMBER.unpack(number)[0]: NUMBER.unpack(owner)[0] for number, owner in extents},
-        )
+        return {
+            NUMBER.unpack(key)[0]: (NUMBER.unpack_from(value)[0], value[NUMBER.size :].decode())
+            for key, value in rows
+        }
 
     def _rows_max(self) -> int:
         """Return what no table has as many rows as; pages that lead in a circle would never end."""
         return self._file_bytes() // _ROW_BYTES_MIN
 
-    def commit(self, changes: Commit) -> bool:
-        """Make changes durable, all or none; tell whether a purge has left records."""
-        left = False
+    def commit(self, changes: Commit) -> None:
+        """Make changes durable, all or none."""
         with self._env.begin(write=True) as txn:
             if self._marked or changes.clean:
                 txn.put(b"format", FORMAT, db=self._meta)
                 txn.put(b"clean", b"1" if changes.clean else b"0", db=self._meta)
-            for key in changes.deletes:
-                txn.delete(key, db=self._blocks)
-            for digest, value in changes.namespaces:
-                txn.put(digest, value, db=self._namespaces)
-            for number, namespace in changes.extents:
-                txn.put(NUMBER.pack(number), NUMBER.pack(namespace), db=self._extents)
+            for digest in changes.cleared:
+                txn.drop(self._table(txn, digest), delete=False)
+            for digest, keys in changes.deletes.items():
+                table = self._table(txn, digest)
+                for key in keys:
+                    txn.delete(key, db=table)
+            for digest, rows in changes.puts.items():
+                table = self._table(txn, digest)
+                for key, value in rows:
+                    txn.put(key, value, db=table)
+            for number, slot_bytes, digest in changes.extents:
+                owner = NUMBER.pack(slot_bytes) + digest.encode()
+                txn.put(NUMBER.pack(number), owner, db=self._extents)
             for number in changes.extents_gone:
                 txn.delete(NUMBER.pack(number), db=self._extents)
-            for key, value in changes.puts:
-                txn.put(key, value, db=self._blocks)
-            if changes.purge is not None:
-                left = self._purge(txn.cursor(self._blocks), changes.purge)
         self._marked = changes.clean
-        return left
 
-    def _purge(self, cursor: lmdb.Cursor, number: int) -> bool:
-        there = cursor.set_range(NUMBER.pack(number).rstrip(b"\0"))
-        for _ in range(PURGE_ROWS):
-            if not there or _number_of(bytes(cursor.key())) != number:
-                return False
-            cursor.delete()
-            there = bool(cursor.key())  # it stands at the next one, if there is any
-        return True
+    def _table(self, txn: lmdb.Transaction, digest: str) -> lmdb._Database:
+        """Return a namespace's table, made if it is not there."""
+        name = BLOCKS + digest.encode()
+        if name not in self._blocks:
+            self._blocks[name] = self._env.open_db(name, txn=txn)
+        return self._blocks[name]
 
-    def rows(self, number: int) -> Iterator[list[bytes]]:
+    def rows(self, digest: str) -> Iterator[list[bytes]]:
         """Yield the records of a namespace in chunks: key, value, key, value, ..."""
-        with self._env.begin() as txn:
-            left = min(txn.stat(self._blocks)["entries"], self._rows_max())
-            cursor = txn.cursor(self._blocks)
-            if not cursor.set_range(NUMBER.pack(number).rstrip(b"\0")):
-                return
-            pairs = cursor.iternext()
+        table = self._blocks.get(BLOCKS + digest.encode())
+        if table is None:
+            return
+        with self._env.begin(table) as txn:
+            left = min(txn.stat(table)["entries"], self._rows_max())
+            pairs = iter(txn.cursor())
             while chunk := list(chain.from_iterable(islice(pairs, _CHUNK_ROWS))):
                 left -= len(chunk) // 2
                 if left < 0:
-                    raise lmdb.CorruptedError("more records than its namespaces count")
+                    raise lmdb.CorruptedError("more records than its table counts")
+                if not all(chunk[::2]):
+                    raise lmdb.CorruptedError("a key is empty")
                 if self._read_only and any(one >= two for one, two in pairwise(chunk[::2])):
                     raise lmdb.CorruptedError("its keys are out of order")
-                if _number_of(chunk[-2]) != number:
-                    numbers = (_number_of(key) for key in chunk[::2])
-                    end = next(at for at, other in enumerate(numbers) if other != number)
-                    yield chunk[: 2 * end]
-                    return
                 yield chunk
-
-    def strays(self, known: set[int]) -> list[int]:
-        """List the numbers that records begin with and no namespace has."""
-        found: list[int] = []
-        if self.new:
-            return found
-        with self._env.begin() as txn:
-            cursor = txn.cursor(self._blocks)
-            there = cursor.first()
-            while there:
-                number = _number_of(cursor.key())
-                if number not in known:
-                    found.append(number)
-                if number == _NUMBER_MAX:
-                    break
-                there = cursor.set_range(NUMBER.pack(number + 1))
-                if there and _number_of(cursor.key()) <= number:
-                    raise lmdb.CorruptedError("keys are not in order")
-        return found
 
     def close(self) -> None:
         """Close the file."""
         self._env.close()
-
-
-def _number_of(key: bytes) -> int:
-    return int(NUMBER.unpack(key[: NUMBER.size].ljust(NUMBER.size, b"\0"))[0])
 
 
 def _bits_apart(one: bytes, other: bytes) -> int:
@@ -306,28 +294,40 @@ class IndexServer:
         self.file: IndexFile | None = None
         self.lock_fd = -1  # kept until this process ends
         self.broken = False  # LMDB takes no more writes after one that failed
+        self._sorted: Sorted | None = None  # records of a namespace that is being loaded
+        self._digest = ""
+        self._steps: Iterator[None] = iter(())
 
-    def answers(self, request: Request) -> Iterator[Answer]:
-        """Do a request, and yield its answers. What goes wrong is the last of them."""
+    def answer(self, request: Request) -> Answer:
+        """Do a request."""
         try:
             if isinstance(request, Open):
-                yield self._open(request)
-            elif self.file is None:
-                yield Failed("the index is not open")
-            elif isinstance(request, Commit):
-                yield Done(left=self.file.commit(request))
-            else:
-                yield Done()
-                # It takes as long as all else here, and a store that starts empty needs none of it.
-                from tiers.nvme.index_load import Sorted  # noqa: PLC0415
-
-                chunks = self.file.rows(request.number)
-                found = Sorted(request.number, request.slot_bytes, request.counts, chunks)
-                yield from found.batches(request.skip)
-                yield Loaded(found.refused)
+                return self._open(request)
+            if self.file is None:
+                return Failed("the index is not open")
+            if isinstance(request, Load):
+                return self._page(self.file, request)
+            self._sorted = None
+            self.file.commit(request)
+            return Done()
         except _ERRORS as exc:
             self.broken = True
-            yield failed(exc)
+            return failed(exc)
+
+    def _page(self, file: IndexFile, request: Load) -> Page:
+        """Return the next records; none while they are still read and sorted for long."""
+        # It takes as long as all else here, and a store that starts empty needs none of it.
+        from tiers.nvme.index_load import Sorted  # noqa: PLC0415
+
+        if self._sorted is None or self._digest != request.digest:
+            self._digest = request.digest
+            self._sorted = Sorted(request.slot_bytes, request.counts)
+            self._steps = self._sorted.sort(file.rows(request.digest))
+        end_s = time.monotonic() + _STEPS_S
+        for _ in self._steps:
+            if time.monotonic() > end_s:
+                return Page()
+        return self._sorted.page(request.first, request.most)
 
     def _open(self, request: Open) -> Opened:
         path = Path(request.path)
@@ -336,10 +336,7 @@ class IndexServer:
         file = self.file = IndexFile(
             path, request.map_bytes, verify=request.verify, read_only=request.read_only
         )
-        namespaces, extents = file.tables()
-        numbers = {number for number, _ in namespaces.values()}
-        following = max([*numbers, file.last_number]) + 1
-        return Opened(file.new, file.clean, following, file.strays(numbers), namespaces, extents)
+        return Opened(file.new, file.clean, file.strays, file.extents)
 
 
 def failed(exc: Exception) -> Failed:
@@ -368,8 +365,7 @@ def main() -> int:
     store, server = Connection(end, requests), IndexServer()
     with contextlib.suppress(EOFError, OSError):  # the store is ending
         while not server.broken:
-            for answer in server.answers(store.receive()):
-                store.send(answer)
+            store.send(server.answer(store.receive()))
     return 0
 
 

@@ -2,13 +2,13 @@
 
 The index, an LMDB file, never holds payload:
 
-meta        "format", "clean"
-namespaces  digest -> NAMESPACE: number, slot bytes
-extents     number (u32) -> namespace (u32)
-blocks      namespace (u32), block key -> VALUE
+kvstore.meta            "format", "clean"
+kvstore.extents         number (NUMBER) -> slot bytes (NUMBER), digest of its namespace
+kvstore.blocks DIGEST   block key -> VALUE, one table for each namespace
 
-Each request has one answer. What Load asks for comes after that, as batches up to a Loaded, or a
-Failed; no other request is sent meanwhile.
+A namespace is one that has an extent: a record without an extent stands for nothing.
+
+Each request has one answer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-FORMAT = b"kvstore-nvme-1"
-NAMESPACE = struct.Struct(">II")
+FORMAT = b"kvstore-nvme-2"
+META, EXTENTS, BLOCKS = b"kvstore.meta", b"kvstore.extents", b"kvstore.blocks "
 NUMBER = struct.Struct(">I")
 VALUE = struct.Struct("<QQQQI")
 """Place (extent << 32 | position), parent's place, generation, checksum, payload bytes."""
@@ -29,22 +29,21 @@ NOWHERE = (1 << 64) - 1
 NO_PARENT = (1 << 32) - 1
 RECORD_BYTES = 512  # of the index file for each block, with room for half-full pages
 FOLDER = "index"
-PURGE_ROWS = 10_000  # of one commit
 
 
 class Commit(msgspec.Struct, tag=True):
-    """Make changes durable, all or none. The index is in order only after one that is clean.
+    """Make changes durable, all or none, in this order.
 
-    purge: a namespace that is in no table any more, of which to delete up to PURGE_ROWS records.
+    The index is in order only after a commit that is clean. cleared: digests of namespaces, all
+    records of which go.
     """
 
-    deletes: list[bytes] = []
-    puts: list[tuple[bytes, bytes]] = []
-    namespaces: list[tuple[bytes, bytes]] = []
-    extents: list[tuple[int, int]] = []  # number, namespace
+    cleared: list[str] = []
+    deletes: dict[str, list[bytes]] = {}  # by digest
+    puts: dict[str, list[tuple[bytes, bytes]]] = {}
+    extents: list[tuple[int, int, str]] = []  # number, slot bytes, digest
     extents_gone: list[int] = []
     clean: bool = False
-    purge: int | None = None
 
 
 class Open(msgspec.Struct, tag=True):
@@ -63,31 +62,42 @@ class Open(msgspec.Struct, tag=True):
 class Opened(msgspec.Struct, tag=True):
     """The index is open.
 
-    new: there was none. next_number: of a namespace, higher than any that has records. strays:
-    numbers that records have and no namespace.
+    new: there was none. strays: records of what is no namespace, which are gone unless the index
+    is only to be read.
     """
 
     new: bool
     clean: bool
-    next_number: int
-    strays: list[int]
-    namespaces: dict[str, tuple[int, int]]  # digest -> number, slot bytes
-    extents: dict[int, int]  # number -> namespace
+    strays: int
+    extents: dict[int, tuple[int, str]]  # number -> slot bytes, digest
 
 
 class Load(msgspec.Struct, tag=True):
-    """Send the records of a namespace, without the first `skip`. counts: slots of its extents."""
+    """Send some records of a namespace, from the first on. counts: slots of its extents."""
 
-    number: int
+    digest: str
     slot_bytes: int
     counts: dict[int, int]
-    skip: int = 0
+    first: int
+    most: int
+
+
+class Page(msgspec.Struct, tag=True):
+    """Records of a namespace, parents first, the oldest first; none while they are being read.
+
+    rows: of row_format(width). refused: with the last records, those that cannot stand for a
+    block: key, place, cause. place: the slot that the record's deletion makes free, one beyond the
+    end, or NOWHERE.
+    """
+
+    width: int = 0
+    rows: bytes = b""
+    count: int = 0
+    refused: list[tuple[bytes, int, str]] | None = None
 
 
 class Done(msgspec.Struct, tag=True):
-    """It is done, or begun. left: whether a purge has left records."""
-
-    left: bool = False
+    """It is done."""
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -96,22 +106,6 @@ class Failed(msgspec.Struct, tag=True):
     text: str
     damaged: bool = False
     format: bool = False
-
-
-class Batch(msgspec.Struct, tag=True):
-    """Records of one namespace, parents first, the oldest first: rows of row_format(width)."""
-
-    width: int
-    rows: bytes
-
-
-class Loaded(msgspec.Struct, tag=True):
-    """A namespace's records have all been sent, but those that cannot be: key, place, cause.
-
-    place: the slot that the record's deletion makes free, one beyond the end, or NOWHERE.
-    """
-
-    refused: list[tuple[bytes, int, str]]
 
 
 def row_format(width: int) -> str:
@@ -124,13 +118,12 @@ def row_format(width: int) -> str:
 
 
 Request = Open | Commit | Load
-Answer = Opened | Done | Failed | Batch | Loaded
+Answer = Opened | Done | Failed | Page
 M = TypeVar("M")
 
 requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _encoder = msgspec.msgpack.Encoder()
-_READ_BYTES = 1 << 20
 
 
 class Connection(Generic[M]):
@@ -139,36 +132,26 @@ class Connection(Generic[M]):
     def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[M]) -> None:
         """decoder: of what comes in, requests or answers."""
         self._end = end
+        self._incoming = end.makefile("rb")
         self._decoder = decoder
-        self._buffer = bytearray()
 
     def send(self, message: Request | Answer) -> None:
         """Send a message, with its length before it. Raises OSError."""
         body = _encoder.encode(message)
         self._end.sendall(NUMBER.pack(len(body)) + body)
 
-    def receive(self, flags: int = 0) -> M:
-        """Return the next message. flags: of recv.
+    def receive(self) -> M:
+        """Wait for the next message. Raises OSError, and EOFError when the other end is closed."""
+        (size,) = NUMBER.unpack(self._read(NUMBER.size))
+        return self._decoder.decode(self._read(size))
 
-        Raises EOFError when the other end is closed, OSError, and BlockingIOError with
-        MSG_DONTWAIT when it is not there yet.
-        """
-        buffer = self._buffer
-        self._fill(NUMBER.size, flags)
-        end = NUMBER.size + NUMBER.unpack_from(buffer)[0]
-        self._fill(end, flags)
-        body = bytes(memoryview(buffer)[NUMBER.size : end])
-        del buffer[:end]
-        return self._decoder.decode(body)
-
-    def _fill(self, count: int, flags: int) -> None:
-        """Have so many bytes in the buffer; what has come stays there if not all is there yet."""
-        while len(self._buffer) < count:
-            data = self._end.recv(_READ_BYTES, flags)
-            if not data:
-                raise EOFError
-            self._buffer += data
+    def _read(self, count: int) -> bytes:
+        data = self._incoming.read(count)
+        if len(data) < count:
+            raise EOFError
+        return data
 
     def close(self) -> None:
         """Close this end; safe to call twice."""
+        self._incoming.close()
         self._end.close()

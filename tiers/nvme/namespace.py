@@ -5,8 +5,7 @@ the index file has forgotten it. Extents are added when the cap allows, and reti
 is needed elsewhere: their blocks are dropped, and when the last slot is free the file goes.
 
 No call takes long, however many records there are. What concerns many is done by step(), in
-slices. All at once go the records of clear(): the namespace takes another number in the index file,
-with all its extents, and what the index file has under the old one means nothing from then on.
+slices. All at once go the records of clear(): the index file drops the namespace's table.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import cast
+from typing import Any, cast
 
 import xxhash
 
@@ -26,13 +25,11 @@ from kvstore.core.types import BlockKey, Slot
 from tiers.nvme.files import ExtentFile, stride_of
 from tiers.nvme.index import DiskIndex, Durable, Record
 from tiers.nvme.messages import (
-    NAMESPACE,
     NO_PARENT,
     NOWHERE,
-    NUMBER,
     RECORD_BYTES,
     VALUE,
-    Batch,
+    Page,
     row_format,
 )
 
@@ -40,6 +37,7 @@ POSITION = 0xFFFFFFFF  # in a place: extent << 32 | position
 SLICE = 1 << 14  # slots looked at
 _CHECKED = struct.Struct("<QQ")  # generation, payload bytes
 _DROPS_MAX = 2048  # of one call
+_ROWS = 1024  # taken in without a look at the clock
 _SUM_ALIGN = 64  # XXH3 takes a sixth longer over a page that it meets between two cache lines
 
 
@@ -176,10 +174,8 @@ class ExtentSlots:
 class DiskNamespace(ExtentSlots):
     """Everything on disk of one namespace digest."""
 
-    def __init__(self, number: int, digest: str, slot_bytes: int) -> None:
-        """number: of the namespace in the index file."""
+    def __init__(self, digest: str, slot_bytes: int) -> None:
         super().__init__()
-        self.number = number
         self.digest = digest
         self.slot_bytes = slot_bytes
         self.counts: Counter[str] = Counter()
@@ -190,8 +186,7 @@ class DiskNamespace(ExtentSlots):
         self._emptying: deque[Iterator[None]] = deque()  # retired extents
         self._sinking: deque[Record] = deque()  # roots of what leaves in slices
         self._dismantling: deque[Iterator[None]] = deque()
-        self._old_numbers: list[int] = []  # that the index file has to forget
-        self._renumbering = Durable.YES
+        self._cleared = Durable.YES  # what the index file knows of the last clear()
         self.to_put: list[Record] = []  # READY, in the order in which they became so
         self.to_delete: list[Record] = []  # DROPPED, and in the index file
         self.leaving = 0  # DROPPED, and not free yet
@@ -293,16 +288,14 @@ class DiskNamespace(ExtentSlots):
 
     # What concerns many records
 
-    def clear(self, number: int) -> None:
-        """Forget every block. number: one that the index file has nothing under."""
+    def clear(self) -> None:
+        """Forget every block."""
         self.counts["cleared"] += len(self.index)
         self._dismantling.append(self._dismantle(self.index))
         self.index = DiskIndex(self.index.changes)
-        self._old_numbers.append(self.number)
-        self.number = number
         self.loading = None
         self.tell_lost()
-        self._renumbering = Durable.NO
+        self._cleared = Durable.NO
         self.vacate()
         self.leaving = 0
         self._emptying.clear()
@@ -339,13 +332,13 @@ class DiskNamespace(ExtentSlots):
         return bool(self._dismantling)
 
     @property
-    def renumbering(self) -> bool:
+    def clearing(self) -> bool:
         """Tell whether a clear is not durable yet."""
-        return self._renumbering is not Durable.YES
+        return self._cleared is not Durable.YES
 
     def _reopen(self, number: int) -> None:
         """Use a cleared extent again, once that is durable and no call is under way in it."""
-        if self._renumbering is Durable.YES and not self.pins[number]:
+        if self._cleared is Durable.YES and not self.pins[number]:
             self.cleared.remove(number)
             if number in self.extents and number not in self.retiring:
                 self.open_extent(number)
@@ -375,28 +368,17 @@ class DiskNamespace(ExtentSlots):
     @property
     def pending(self) -> bool:
         """Tell whether there is something to commit."""
-        return self.renumbering or bool(self.to_put or self.to_delete)
+        return self.clearing or bool(self.to_put or self.to_delete)
 
-    def index_key(self, record: Record) -> bytes:
-        """Name a record in the index file."""
-        return NUMBER.pack(self.number) + record.key
-
-    @property
-    def entry(self) -> tuple[bytes, bytes]:
-        """What the index file has of this namespace."""
-        return self.digest.encode(), NAMESPACE.pack(self.number, self.slot_bytes)
-
-    def take_renumbering(self) -> tuple[list[tuple[bytes, bytes]], list[tuple[int, int]]]:
-        """Return the entries of namespaces and extents that a clear has changed."""
-        if self._renumbering is Durable.YES or self.growing:  # an extent of the old number comes
-            return [], []
-        self._renumbering = Durable.COMING
-        return [self.entry], [(number, self.number) for number in self.extents]
+    def take_clear(self) -> bool:
+        """Tell whether the index file has to forget all records, before it is told of others."""
+        if self._cleared is Durable.YES:
+            return False
+        self._cleared = Durable.COMING
+        return True
 
     def take_puts(self) -> list[Record]:
         """Return what can become durable now: blocks whose parents are, or do with them."""
-        if self._renumbering is Durable.NO:
-            return []
         taken: list[Record] = []
         later: list[Record] = []
         # Writes end in any order; by generation, parents come first.
@@ -422,8 +404,8 @@ class DiskNamespace(ExtentSlots):
         parent = NOWHERE if record.parent is None else record.parent.slot
         return VALUE.pack(record.slot, parent, record.generation, record.checksum, self.slot_bytes)
 
-    def committed(self, puts: list[Record], deletes: list[Record], *, ok: bool) -> list[int]:
-        """End a commit; one that failed is tried again. Return numbers that mean nothing now."""
+    def committed(self, puts: list[Record], deletes: list[Record], *, ok: bool) -> None:
+        """End a commit; one that failed is tried again."""
         if self.cleared:
             puts = [record for record in puts if record.slot >> 32 not in self.cleared]
             deletes = [record for record in deletes if record.slot >> 32 not in self.cleared]
@@ -438,16 +420,10 @@ class DiskNamespace(ExtentSlots):
             for record in deletes:
                 record.durable = Durable.NO
                 self._leave(record)
-        if self._renumbering is not Durable.COMING:
-            return []
-        if not ok:
-            self._renumbering = Durable.NO
-            return []
-        self._renumbering = Durable.YES
-        for number in list(self.cleared):
-            self._reopen(number)
-        forgotten, self._old_numbers = self._old_numbers, []
-        return forgotten
+        if self._cleared is Durable.COMING:
+            self._cleared = Durable.YES if ok else Durable.NO
+            for number in list(self.cleared):
+                self._reopen(number)
 
     def checksum(self, record: Record, block: memoryview) -> int:
         """Sum over namespace, key, generation, length and payload; releases the GIL."""
@@ -469,21 +445,34 @@ class Loading:
     """The records of a namespace, as they come from the index file."""
 
     def __init__(self, space: DiskNamespace) -> None:
-        """All slots are taken until end()."""
+        """All slots are taken until the last page."""
         self._space = space
-        self.loaded: list[Record] = []  # in the order in which they came
+        self._loaded: list[Record] = []  # in the order in which they came
+        self.newest = 0  # generation
         self.unwanted: set[BlockKey] = set()  # not loaded yet, and not to be kept
         space.expect()
 
-    def take(self, batch: Batch) -> int:
-        """Take in records, parents first; return the newest's generation."""
-        space, loaded = self._space, self.loaded
+    def take(self, page: Page) -> Iterator[None]:
+        """Take in records, parents first, until all are in or are cleared. Yields now and then."""
+        space = self._space
+        rows = struct.iter_unpack(row_format(page.width), page.rows)
+        for _ in range(0, page.count, _ROWS):
+            if space.loading is self:
+                self._take(islice(rows, _ROWS))
+            yield
+        if space.loading is self and page.refused is not None:
+            self._refuse(page.refused)
+            for _ in self._end():
+                yield
+                if space.loading is not self:
+                    return
+
+    def _take(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        space, loaded, generation = self._space, self._loaded, 0
         held, newest = space.held, space.newest
         ready, dropped, durable = State.READY, State.DROPPED, Durable.YES
         insert, touch = space.index.insert, space.index.order.touch
-        for padded, length, place, above, generation, checksum, leaf in struct.iter_unpack(
-            row_format(batch.width), batch.rows
-        ):
+        for padded, length, place, above, generation, checksum, leaf in rows:
             key = padded[:length]
             parent = None if above == NO_PARENT else loaded[above]
             record = Record(key, parent, place, generation, checksum, ready, durable)
@@ -500,14 +489,13 @@ class Loading:
             insert(record, parent)
             if leaf:  # the others enter the order when they have become leaves
                 touch(record)
-        return int(generation)
+        self.newest = generation
 
-    def refuse(self, refused: list[tuple[bytes, int, str]]) -> None:
-        """Have rows that stand for nothing taken out of the index file: key there, place, cause."""
+    def _refuse(self, refused: list[tuple[bytes, int, str]]) -> None:
+        """Have rows that stand for nothing taken out of the index file: key, place, cause."""
         for key, place, cause in refused:
             self._space.counts["unreachable" if cause == "unreachable" else "foreign"] += 1
-            name = BlockKey(key[NUMBER.size :])
-            ghost = Record(name, None, Slot(place), 0, 0, State.DROPPED, Durable.YES)
+            ghost = Record(BlockKey(key), None, Slot(place), 0, 0, State.DROPPED, Durable.YES)
             self._space.to_delete.append(ghost)
             if place == NOWHERE or cause == "beyond":
                 ghost.pins = 1  # there is no slot to be freed
@@ -515,7 +503,7 @@ class Loading:
                 self._space.held[place >> 32][place & POSITION] = ghost
                 self._space.leaving += 1
 
-    def end(self) -> Iterator[None]:
+    def _end(self) -> Iterator[None]:
         """All records are in: the other slots are free. Yields now and then."""
         space = self._space
         for key in self.unwanted:

@@ -13,10 +13,10 @@ from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError
 from kvstore.owned_files import open_file, refuse_folder, writable_folder
 from kvstore.units import sized
+from tiers.nvme.attached import blocks_max_of
 from tiers.nvme.directory import taken
 from tiers.nvme.files import open_direct
 from tiers.nvme.index_client import map_bytes_of
-from tiers.nvme.startup import blocks_max_of
 
 
 def refuse(settings: NvmeConfig) -> None:

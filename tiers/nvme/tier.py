@@ -128,13 +128,13 @@ class NvmeTier:
 
     def discard(self, keys: Collection[BlockKey]) -> None:
         """Forget blocks, and what hangs below them."""
-        self._disk.wake(self.space)
+        self._disk.attached.wake(self.space)
         for key in keys:
             self.space.discard(key)
 
     def clear(self) -> None:
         """Forget every block, at once; those stored from now on are kept."""
-        self._disk.clear_space(self.space)
+        self._disk.attached.clear(self.space)
 
     def tell(self) -> None:
         """Note what becomes readable, and what leaves."""
@@ -196,12 +196,12 @@ class NvmeTier:
     def _place(self, work: JobProgress) -> bool:
         """Give blocks slots and start to write them; False while there are none."""
         space, job = self.space, work.job
-        self._disk.wake(space)
+        self._disk.attached.wake(space)
         left = len(job.keys) - work.next
         if not self._disk.writable:
             work.error, work.next = TierIOError("the tier is read-only now"), len(job.keys)
             return True
-        if space.free < left and not self._disk.room.make(space, left):
+        if space.free < left and not self._disk.attached.room.make(space, left):
             if space.free == 0:
                 work.error, work.next = TierFull("no slot can be freed"), len(job.keys)
                 return True
@@ -218,7 +218,7 @@ class NvmeTier:
                 space.counts["unplaced"] += 1  # its parent was not written, or has left
                 work.ok[work.next] = False
             else:
-                generation = self._disk.next_generation()
+                generation = self._disk.attached.next_generation()
                 place = places[len(taken)]
                 taken.append((work.next, space.begin(key, parent, place, generation)))
             work.next += 1
@@ -267,7 +267,7 @@ class NvmeTier:
     def ended(self, run: Run) -> None:
         """Take the result of a run."""
         work = run.work
-        self._disk.wake(self.space)
+        self._disk.attached.wake(self.space)
         work.runs -= 1
         if run.error is not None:
             self.space.counts["io_error"] += 1
