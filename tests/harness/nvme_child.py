@@ -119,7 +119,10 @@ class Watch:
     def half_written(self, file: ExtentFile, position: int, blocks: Sequence[memoryview]) -> None:
         if self.passes("half-written"):
             whole = len(blocks) // 2
-            file.write(position, [*blocks[:whole], blocks[whole][: file.stride // 2]])
+            half = blocks[whole][: file.stride // 2]
+            if file.stride != file.slot_bytes:  # it is copied before, and has to be whole
+                half = memoryview(bytes(half).ljust(file.slot_bytes, b"\0"))
+            file.write(position, [*blocks[:whole], half])
             self.die()
 
     def commits(self, _client: IndexClient, changes: Commit) -> None:
