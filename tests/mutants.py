@@ -237,7 +237,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         (
             "turns -k asks_nothing",
-            "if now_s < self._idle_until_s and not (under_way or self.visits):",
+            "if now_s < self._idle_until_s and not (under_way or self.attached.visits):",
         ),
     ),
     "connectors/store_connection.py": (
