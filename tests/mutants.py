@@ -255,6 +255,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "self.wake(space)\n            self.commits.",
             "self.commits.",
         ),
+        (
+            "nvme_process -k newer_than",
+            "self.generation = max(self.generation, loading.newest + 1)",
+            "pass",
+        ),
     ),
     "tiers/nvme/index_server.py": (
         (

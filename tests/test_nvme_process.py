@@ -275,6 +275,29 @@ def test_what_is_not_loaded_yet_is_asked_for_again_and_can_be_discarded(
         assert [again.has(1, index) for index in range(3)] == [True, False, False]
 
 
+def test_what_is_written_while_others_are_loaded_is_newer_than_what_was_there(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that is not younger than its parent is refused by the next start."""
+    names = ("aaaaaaaaaaaa", "bbbbbbbbbbbb")
+    for name in names:
+        with shelf(settings, name) as before:
+            before.fill(3)
+    monkeypatch.setattr(attached, "LOAD_S", 0.0)
+    made = NvmeDisk(settings)
+    shelves, seen = [Shelf(made, name) for name in names], 0
+    while made.state == "loading":
+        made.poll()
+        for space in (found.tier.space for found in shelves):
+            if space.free and made.state == "loading":
+                seen += 1
+                assert made.attached.generation > max(r.generation for r in space.index)
+    assert seen
+    for found in shelves:
+        found.tier.close()
+    made.close()
+
+
 def test_clear_while_the_index_loads_clears_what_comes_later(settings: NvmeConfig) -> None:
     with shelf(settings) as before:
         before.fill(20)

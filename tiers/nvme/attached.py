@@ -223,6 +223,8 @@ class Attached:
         while space.loading is loading:
             coming = _asked_for(pages, keeper)  # while this one is taken in
             for _ in loading.take(page):
+                # At once: a namespace takes blocks as soon as it has slots, and others still load.
+                self.generation = max(self.generation, loading.newest + 1)
                 yield False
             while not coming:
                 yield True
@@ -230,7 +232,6 @@ class Attached:
             if isinstance(found, Exception):
                 raise found if isinstance(found, TierIOError) else TierIOError(str(found))
             page = found
-        self.generation = max(self.generation, loading.newest + 1)
 
     def closing(self, last: Commit | None = None) -> Callable[[], None]:
         """Return what closes all that is open now, after a last commit; safe to call twice."""
