@@ -107,8 +107,8 @@ fuzz: $(READY) ## MESSAGES=n wrong messages (10000000) on all cores, from seed F
 gpu: ## what only a GPU can show, figures too, into RESULTS (gpu-results); sets nothing up
 	PYTHON=$(PYTHON) bash tests/gpu/run.sh $(RESULTS)
 
-test-crash: $(READY) ## part of test-long: stores killed 300 times, 1,000 power cuts, bits of 200 indexes flipped
-	KVSTORE_KILLS=300 KVSTORE_CUTS=1000 KVSTORE_BITS=200 $(PY) -m pytest tests/test_store_crash.py \
+test-crash: $(READY) ## part of test-long: disks killed 300 times, 1,000 power cuts, bits of 200 indexes flipped
+	KVSTORE_KILLS=300 KVSTORE_CUTS=1000 KVSTORE_BITS=200 $(PY) -m pytest tests/test_nvme_kills.py \
 	    tests/test_nvme_power.py tests/test_nvme_bits.py tests/test_nvme_fsck.py
 
 check: $(READY) ## ruff, formatting, mypy

@@ -20,9 +20,7 @@ import torch
 
 from connectors.config import parse_extra
 from connectors.copies.gpu.measure import Choice
-from kvstore.core.errors import InvariantBroken, KVStoreError, NotSupported
-from kvstore.core.eviction import LeafLRU
-from kvstore.core.index import Node
+from kvstore.core.errors import KVStoreError, NotSupported
 from kvstore.units import KIB, MIB
 from tests.bench import __main__ as bench
 from tests.bench import charts, export, gpu, handover, index, nvme, raw_disk, steal
@@ -157,18 +155,6 @@ def test_vllms_managers_run_beside_ours_in_the_same_run() -> None:
             assert row["ratio"] == pytest.approx(row["value"] / row["reference"])
         if row["name"] == "lookup_full_hit":
             assert row["ratio"] < 0.5, "one search against a thousand calls"
-
-
-@pytest.mark.usefixtures("small_index")
-def test_evictions_in_another_order_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def first_come(self: LeafLRU, entry: Node) -> None:
-        if entry.next is None:
-            self._link_after(entry, self._root)
-
-    monkeypatch.setattr(LeafLRU, "touch", first_come)
-    with pytest.raises(InvariantBroken, match="leaf-first"):
-        index.run([INDEX_BLOCKS])
 
 
 # The disk

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -221,17 +220,6 @@ def test_something_else_at_the_address_is_said(
         assert cli.main(["stats", "--store", f"unix://{tmp_path}/other.sock"]) == 1
         assert child.wait(600) == 0
     assert "is no kvstore" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_store_in_order(sig: signal.Signals, tmp_path: Path) -> None:
-    with StoreProcess(tmp_path, "64MiB") as process:
-        os.kill(process.pid, sig)
-        process.stop()
-    log = process.log_path.read_text()
-    assert log.rstrip().endswith("INFO stopped")
-    assert "Traceback" not in log
-    assert not (tmp_path / "kvstore.sock").exists()
 
 
 def test_a_store_that_does_not_start_says_why(tmp_path: Path) -> None:

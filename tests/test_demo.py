@@ -109,12 +109,3 @@ def test_a_hand_over_fails_for_other_outputs_blocks_that_were_not_used_and_faile
         assert said == f"pull, cold: {fetched} blocks were fetched, 4000 tokens used"
     (said,) = handed_over(LEGS | {"prefill failed": 1}).problems()
     assert said == "the router counted 1 of 'prefill failed', expected 0"
-
-
-def test_a_hand_over_prints_80_columns() -> None:
-    most = Served(4508, 4000, 4480, 4480, 4000)
-    demo = handed_over(name="known start", way="push", served=most)
-    demo.runs += handed_over(answer=Answer([9], 10.0)).runs
-    lines = printed(demo)
-    assert any("DIFFERS" in line for line in lines)
-    assert "the router's legs: 6 decode ok, 6 prefill ok" in lines

@@ -61,6 +61,14 @@ def test_calls_that_fail_are_misses_until_they_work_again(store: Served, faults:
             store.assert_back(names)
 
 
+def test_a_store_that_is_killed_serves_what_was_durable(store: Served) -> None:
+    for _ in range(2):
+        names = store.fill()
+        store.work()
+        store.kill()
+        store.assert_back(names)
+
+
 def test_calls_that_fail_now_and_then(store: Served, faults: Faults) -> None:
     names = store.fill()
     calls = Call.READ | Call.WRITE | Call.SYNC

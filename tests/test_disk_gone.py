@@ -106,23 +106,6 @@ def test_a_store_that_ends_while_its_disk_is_gone(store: Served, disk: LoopDisk)
     store.assert_back(names)
 
 
-def test_another_disk_in_its_place(store: Served, disk: LoopDisk, tmp_path: Path) -> None:
-    names = store.fill()
-    disk.pull()
-    store.wait_for("off")
-    disk.wait_unused()
-    (tmp_path / "second").mkdir()
-    with loop_disk(tmp_path / "second", disk.folder) as second:
-        (disk.folder / "kv").mkdir()
-        store.work_until(lambda: "still off" in store.log, "a look at the other disk")
-        store.work()
-        assert store.state == "off"
-        assert list((disk.folder / "kv").iterdir()) == []
-        second.pull()
-    disk.mount()
-    store.assert_back(names)
-
-
 def test_writes_that_hang_in_the_kernel(store: Served, disk: LoopDisk) -> None:
     names = store.fill()
     with disk.frozen():

@@ -371,23 +371,6 @@ def test_of_stores_started_at_once_exactly_one_lives(tmp_path: Path) -> None:
         )
 
 
-def test_two_whole_stores_at_once_and_the_one_that_ends_takes_its_own_file_away(
-    tmp_path: Path,
-) -> None:
-    path, log = tmp_path / "kv.sock", tmp_path / "log"
-    stores = [serve(path, log) for _ in range(2)]
-    eventually(lambda: any(store.poll() is not None for store in stores))
-    (lives,) = [store for store in stores if store.poll() is None]
-    assert {store.poll() for store in stores} == {None, 2}
-    eventually(path.exists)
-    eventually(lambda: "listening at" in log.read_text())
-    assert admin.stats(str(path))
-    lives.terminate()
-    assert lives.wait(60) == 0
-    assert not path.exists()
-    assert not taken(str(path))
-
-
 def test_a_file_of_somebody_else_at_the_path_is_left(tmp_path: Path) -> None:
     path = tmp_path / "kv.sock"
     with closing(listen(str(path))):

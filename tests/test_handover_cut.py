@@ -6,6 +6,7 @@ Needs the right to make network namespaces (root); without it nothing is shown, 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ import pytest
 
 from kvstore.handover.cluster_key import ClusterKey
 from tests.harness.fakes import hashes
-from tests.harness.handover_nodes import Node, nothing_left
-from tests.test_handover_faults import NOTICED_S, computed, let_go
+from tests.harness.handover_nodes import Node, nothing_left, signal_now, started
+from tests.test_handover_faults import NOTICED_S, computed, let_go, under_way
 
 pytestmark = pytest.mark.slow
 
@@ -81,13 +82,8 @@ def nodes(cable: Cable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
                 environment={"KVSTORE_TEST_NETNS": name, "UCX_TLS": "tcp,self"},
             )
         )
-    try:
-        for node in made:
-            node.start()
+    with started(*made):
         yield made[0], made[1]
-    finally:
-        for node in made:
-            node.stop()
 
 
 def test_over_tcp_blocks_are_pushed_unless_somebody_says_otherwise(
@@ -118,14 +114,10 @@ def test_B15_P4_a_cable_that_is_pulled_and_plugged_in_again(
     decode.get_all(computed(prefill, f"whole {when} {push}", 3), prefill.address, push=push)
     chain = computed(prefill, f"cut {when} {push}")
     with nothing_left(prefill, decode):
-        mover = prefill if push else decode
         if when == "during":
-            mover.freeze(store=False)
-            granted = decode.engine.ask(chain, peer=prefill.address, push=push)
-            assert granted.sources == {"peer": len(chain)}
-            decode.wait(lambda: decode.gauge("bytes{landing}") == len(chain) << 20)
+            granted, exporter = under_way(nodes, chain, push=push)
             cable.pull()
-            mover.freeze(store=False, go_on=True)
+            signal_now(exporter, signal.SIGCONT)
             assert decode.engine.load(granted, 1.0) == []
         else:
             cable.pull()

@@ -8,6 +8,8 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +90,25 @@ def test_an_index_that_ends_each_commit_is_set_aside(
     assert found.put(3, 0, 5).done == 5
 
 
-def test_an_extent_whose_removal_fails_still_counts_and_goes_later(
-    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with shelf(settings) as found:
+@contextmanager
+def stuck(settings: NvmeConfig) -> Iterator[tuple[Shelf, pytest.MonkeyPatch]]:
+    """A tier whose cap is smaller now, but extents cannot be removed until the patch is undone."""
+    with shelf(settings) as found, pytest.MonkeyPatch.context() as patched:
         found.fill(40)
         found.settle()
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "unlink", raise_eio)
-            found.disk.resize(6 * MIB)
-            wait_for(found, "read_only")
-            assert found.disk.used_bytes > 6 * MIB
+        patched.setattr(os, "unlink", raise_eio)
+        found.disk.resize(6 * MIB)
+        wait(found, lambda: found.disk.attached.room.stuck)
+        yield found, patched
+
+
+def test_an_extent_whose_removal_fails_still_counts_and_goes_later(
+    settings: NvmeConfig, folder: Path
+) -> None:
+    with stuck(settings) as (found, patched):
+        wait_for(found, "read_only")
+        assert found.disk.used_bytes > 6 * MIB
+        patched.undo()
         wait(found, lambda: found.disk.used_bytes <= 6 * MIB)
         assert disk_bytes(folder) <= 6 * MIB
         assert found.disk.attached.room.stuck == []
@@ -110,18 +120,12 @@ def test_an_extent_whose_removal_fails_still_counts_and_goes_later(
 
 
 def test_an_extent_whose_removal_failed_is_forgotten_with_a_directory_that_went(
-    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+    settings: NvmeConfig, folder: Path
 ) -> None:
     """What the directory has is counted when it comes back: the sweep at its opening took it."""
-    with shelf(settings) as found:
-        found.fill(40)
-        found.settle()
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "unlink", raise_eio)
-            found.disk.resize(6 * MIB)
-            wait(found, lambda: found.disk.attached.room.stuck)
-            with moved_away(found, folder):
-                patched.undo()
+    with stuck(settings) as (found, patched):
+        with moved_away(found, folder):
+            patched.undo()
         assert found.disk.attached.room.stuck == []
         wait(found, lambda: found.disk.used_bytes <= 6 * MIB)
         found.settle()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +12,7 @@ from kvstore.store import admin
 from tests.harness.fakes import hashes
 from tests.harness.live import LiveStore, engine, eventually
 from tests.harness.patience import WAIT_S
-from tests.harness.peers import address, config, exporter_of, inside
+from tests.harness.peers import address, config, inside
 
 
 @pytest.fixture(scope="module")
@@ -30,22 +27,6 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveStore
         for limit in ("ANSWER_NS", "STALL_NS"):  # a machine may stand still for longer
             patch.setattr(consumer, limit, int(WAIT_S * 1e9))
         yield prefill, decode
-
-
-@pytest.mark.parametrize("push", [False, True])
-def test_blocks_are_handed_over_from_memory(
-    stores: tuple[LiveStore, LiveStore], push: bool
-) -> None:
-    prefill, decode = stores
-    chain = hashes(12, f"memory {push}")
-    with engine(prefill, f"p{push}") as one, engine(decode, f"d{push}") as two:
-        one.put(chain)
-        eventually(lambda: len(one.ask(chain).hits) and one.active)
-        granted = two.ask(chain, peer=address(prefill), push=push)
-        assert granted.sources == {"peer": 12}
-        assert two.read(granted) == [two.content(block) for block in chain]
-        found = [stat for stat in admin.stats(f"unix://{decode.path}", WAIT_S) if stat.value]
-        assert sum(s.value for s in found if s.name == "kvstore_fetched_blocks") >= 12
 
 
 def test_within_a_machine_blocks_are_pulled_unless_somebody_says_otherwise(
@@ -87,32 +68,3 @@ def test_blocks_are_handed_over_from_disk_and_merged_with_what_is_here(
         assert two.read(granted) == [two.content(block) for block in chain]
         assert namespace.tiering.counts["nvme", "loaded"] >= 7
         assert all(namespace.manager.ready(key) is None for key in keys), "staged, not promoted"
-
-
-def test_a_peer_that_is_not_there_costs_a_moment(stores: tuple[LiveStore, LiveStore]) -> None:
-    _, decode = stores
-    with engine(decode, "n") as two, socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        granted = two.ask(hashes(2, "x"), peer=f"127.0.0.1:{nobody.getsockname()[1]}")
-        assert granted.lease == 0
-
-
-@pytest.mark.parametrize("whose", [0, 1])
-def test_an_exporter_that_is_killed_is_started_again_and_blocks_come(
-    stores: tuple[LiveStore, LiveStore], whose: int
-) -> None:
-    prefill, decode = stores
-    chain = hashes(12, f"killed {whose}")
-    with engine(prefill, f"k{whose}") as one, engine(decode, f"l{whose}") as two:
-        one.put(chain)
-        eventually(lambda: len(one.ask(chain).hits))
-        assert two.read(two.ask(chain[:4], peer=address(prefill)))
-        exporter = exporter_of(stores[whose])
-        before = exporter.pid
-        assert before is not None
-        os.kill(before, signal.SIGKILL)
-        eventually(lambda: exporter._state == "up" and exporter.pid != before)
-        found: list[bytes] = []
-        while len(found) < len(chain):
-            found = two.read(two.ask(chain, peer=address(prefill)))
-        assert found == [two.content(block) for block in chain]

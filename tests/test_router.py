@@ -6,10 +6,7 @@ import asyncio
 import functools
 import json
 import re
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -290,18 +287,3 @@ def test_a_port_in_use_is_one_line_and_status_2(capsys: pytest.CaptureFixture[st
         ends = ["--prefill", "http://a:1", "--decode", "http://a:1", "--listen", address]
         assert router.main([*ends]) == 2
     assert f"router: error: --listen {address}: " in capsys.readouterr().err
-
-
-def test_the_command_says_where_it_serves_and_ends_in_order() -> None:
-    ends = ["--prefill", "http://a:1", "--decode", "http://a:1", "--listen", "127.0.0.1:0"]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tests.demo.router", *ends],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline().startswith(b"router at http://127.0.0.1:")
-    child.send_signal(signal.SIGTERM)
-    _, err = child.communicate(timeout=600)
-    assert child.returncode == 0
-    assert b"Traceback" not in err

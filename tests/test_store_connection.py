@@ -30,20 +30,25 @@ class Store:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.path)
         self._listener.listen()
+        self._thread = threading.Thread(target=self._serve)
 
-    def serve(self, *scripts: tuple[framing.Message, ...]) -> threading.Thread:
-        thread = threading.Thread(target=self._serve, args=scripts)
-        thread.start()
-        return thread
+    def serve(self, *scripts: tuple[framing.Message, ...]) -> None:
+        self._scripts = scripts
+        self._thread.start()
 
-    def _serve(self, *scripts: tuple[framing.Message, ...]) -> None:
-        for script in scripts:
-            sock, _ = self._listener.accept()
+    def _serve(self) -> None:
+        for script in self._scripts:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # the test is over: a client did not come
+                return
             self.accepted.append(sock)
             sock.recv(1 << 16)
             sock.sendall(b"".join(map(framing.encode, script)))
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         for sock in (self._listener, *self.accepted):
             sock.close()
 
@@ -66,9 +71,8 @@ def pair() -> Iterator[tuple[Link, socket.socket]]:
 
 def test_what_comes_right_behind_the_welcome_is_kept(store: Store) -> None:
     answers = p.Answers(credits=framing.u32([1]))
-    thread = store.serve((WELCOME, answers))
+    store.serve((WELCOME, answers))
     attached = attach(lambda: store.path, HELLO, threading.Event())
-    thread.join()
     assert attached is not None
     link, welcome = attached
     assert welcome == WELCOME
@@ -78,23 +82,21 @@ def test_what_comes_right_behind_the_welcome_is_kept(store: Store) -> None:
 
 @pytest.mark.parametrize("first", [p.Refused("still ending", retry=True), p.Detach("later")])
 def test_a_store_that_is_not_ready_is_asked_again(store: Store, first: framing.Message) -> None:
-    thread = store.serve((first,), (WELCOME,))
+    store.serve((first,), (WELCOME,))
     attached = attach(lambda: store.path, HELLO, threading.Event())
-    thread.join()
     assert attached is not None
     attached[0].close()
     assert store.accepted[0].recv(1) == b"", "the refused connection was closed"
 
 
 def test_a_refusal_for_good_is_raised(store: Store) -> None:
-    thread = store.serve((p.Refused("protocol 1, ours is 2", retry=False),))
+    store.serve((p.Refused("protocol 1, ours is 2", retry=False),))
     stop = threading.Event()
     ends = threading.Timer(10.0, stop.set)  # one that asks again would do so for ever
     ends.start()
     with pytest.raises(NotSupported, match="ours is 2"):
         attach(lambda: store.path, HELLO, stop)
     ends.cancel()
-    thread.join()
 
 
 def test_attaching_ends_when_told_to(tmp_path: Path) -> None:

@@ -2,9 +2,8 @@
 
 For each count of blocks a manager of each kind grows from empty until it is full of prompts of
 several kinds (tests.bench.prompts). Then prefixes are looked up, and others are stored, which
-evicts the coldest; each eviction of ours is compared with a model of the order. The time of every
-single call is taken while it grows, and in the end with the coldest 50,000 blocks pinned. Memory is
-measured apart, with tracemalloc: that is slow.
+evicts the coldest. The time of every single call is taken while it grows, and in the end with the
+coldest 50,000 blocks pinned. Memory is measured apart, with tracemalloc: that is slow.
 
 Results:
 
@@ -120,8 +119,7 @@ def _sizes(count: int, name: str, make: Make, tell: Tell) -> tuple[float, float]
         for requests in wanted:
             for each in requests:
                 system.store_all(each)
-            if isinstance(system, Ours):
-                system.manager.take_changes()
+            system.settle()
             tell(f"{count:,} blocks: memory of {name}", PREFIX)
         now, peak = tracemalloc.get_traced_memory()
     finally:
@@ -151,7 +149,7 @@ def _timed(
             start_ns = time.perf_counter_ns()
             system.store_all(wanted)
             rate.append(PREFIX * _NS_S / (time.perf_counter_ns() - start_ns))
-            system.settle(wanted)
+            system.settle()
     for system, timed in zip(systems, calls, strict=True):
         _pinned(system, whole, timed)
     return [

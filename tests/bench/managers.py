@@ -9,11 +9,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import msgspec
 
 from kvstore.core.errors import check
 from kvstore.core.index import Entry
@@ -22,23 +19,8 @@ from kvstore.core.types import GroupRule, Slot
 from tests.bench.prompts import Request
 
 
-class Stored(msgspec.Struct, eq=False):
-    """A prompt in the model of the order: blocks of it that are here, and those that stay longer.
-
-    What it shares with a younger prompt leaves with that one.
-    """
-
-    request: Request
-    here: int
-    kept: int = 0
-
-
 class Ours:
-    """The product's manager with one full-attention group; compares evictions with a model.
-
-    The model: the coldest prompt goes whole before the next, its end first; its blocks that others
-    share go with the last of these.
-    """
+    """The product's manager with one full-attention group."""
 
     name = "kvstore"
 
@@ -46,8 +28,7 @@ class Ours:
         """Take all slots at once."""
         self.manager = Manager([GroupRule()], array("L", [0] * slots))
         self.manager.slots.add([Slot(slot) for slot in range(slots)])
-        self._order: OrderedDict[int, Stored] = OrderedDict()  # the coldest first
-        self._pinned: list[tuple[Stored, list[Entry]]] = []
+        self._pinned: list[Entry] = []
 
     def store(self, wanted: Request, batch: int) -> Iterator[str]:
         """Look up, then grant, write and complete what is not here."""
@@ -65,7 +46,7 @@ class Ours:
             for slot in slots:
                 manager.complete_store(slot, ok=True)
                 yield "complete_store"
-        self.settle(wanted)
+        self.settle()
 
     def store_all(self, wanted: Request) -> None:
         """Store in one batch, without stopping after each call."""
@@ -78,18 +59,9 @@ class Ours:
         for slot in slots:
             manager.complete_store(slot, ok=True)
 
-    def settle(self, stored: Request) -> None:
-        """Compare what was evicted for a request with the model."""
-        for key in self.manager.take_changes().removed:
-            number, oldest = next(iter(self._order.items()))
-            oldest.here -= 1
-            check(key == oldest.request.keys[oldest.here], "eviction was not leaf-first LRU")
-            if oldest.here == oldest.kept:
-                del self._order[number]
-        self._order[stored.number] = Stored(stored, len(stored.keys))
-        if stored.of is not None:
-            self._order[stored.of].kept = stored.shared
-        check(self.lookup(stored) == len(stored.keys), "a request was not stored whole")
+    def settle(self) -> None:
+        """Take what has changed, as a store's turn does."""
+        self.manager.take_changes()
 
     def lookup(self, wanted: Request) -> int:
         """Look up as a store process does."""
@@ -104,25 +76,20 @@ class Ours:
         if lease is not None:
             self.manager.complete_load(lease.lease_id)
         yield "complete_load"
-        self._order.move_to_end(wanted.number)
 
     def pin(self, wanted: Request) -> Iterator[str]:
         """Pin as copies to a lower tier do; shared blocks with the first that has them."""
-        entries: list[Entry] = []
         for key in wanted.keys[wanted.shared :]:
             entry = self.manager.pin(key)
             if entry is not None:
-                entries.append(entry)
+                self._pinned.append(entry)
             yield "pin"
-        self._pinned.append((self._order.pop(wanted.number), entries))
 
     def unpin(self) -> Iterator[str]:
         """End the copies."""
-        for pinned, entries in self._pinned:
-            for entry in entries:
-                self.manager.unpin([entry])
-                yield "unpin"
-            self._order[pinned.request.number] = pinned
+        for entry in self._pinned:
+            self.manager.unpin([entry])
+            yield "unpin"
         self._pinned.clear()
 
 
@@ -156,8 +123,8 @@ class Native:
         for _ in self.store(wanted, len(wanted.native_keys)):
             pass
 
-    def settle(self, stored: Request) -> None:
-        """Nothing: its order is not checked."""
+    def settle(self) -> None:
+        """Nothing: it tells of no changes."""
 
     def lookup(self, wanted: Request) -> int:
         """Ask block by block until one is missing: there is no other way."""

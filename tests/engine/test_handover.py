@@ -41,7 +41,7 @@ assert all(len(rules) == GROUPS[name] for name, rules in RULES.items())
 
 
 class Patient(Node):
-    """Its store waits for peers and disks, however slow the machine is."""
+    """Its store waits for peers, disks and engines, however slow the machine is."""
 
     def __init__(
         self, model: Path, folder: Path, ends: ExitStack, settings: str = "", **extra: Any
@@ -52,7 +52,8 @@ class Patient(Node):
         self.port = free_port()
         patient = '[engine]\npromote = "60s"\n'
         settings = f'{patient}[peer]\nlisten = "127.0.0.1:{self.port}"\n{settings}'
-        super().__init__(model, StoreProcess(folder, CAPACITY, settings), ends, **extra)
+        store = StoreProcess(folder, CAPACITY, settings, module="tests.harness.serve_patient")
+        super().__init__(model, store, ends, **extra)
 
     def compute(self, requests: Sequence[Request]) -> list[Any]:
         """Compute prompts for another engine, many more of them at once than there are slots.

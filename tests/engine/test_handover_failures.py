@@ -366,25 +366,6 @@ def test_hand_over_parameters_that_are_wrong_are_computed_here(
         node.nothing_held()
 
 
-def test_a_prompt_of_another_model_is_refused_and_computed(
-    both: tuple[Mortal, Mortal],
-    reference: Reference,
-    model: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
-    prefill, decode = both
-    requests = [Request(id="m0", tokens=prompt(9100, 400))]
-    with ExitStack() as ends:
-        other = Mortal(model("gemma3"), tmp_path / "other", ends)
-        computed = other.run(requests, [HANDED], 1)
-        expected = reference("llama_s", requests, TOKENS_OUT)
-        got = decode.run(requests, [computed[0].kv_transfer_params], TOKENS_OUT)
-        assert_same(expected, got)
-        assert numbers(other.address)["kvstore_hand_over_events{refused}"] >= 1
-    forget(decode.engine)
-    assert prefill.process.is_running()
-
-
 # Who does not want it any more
 
 

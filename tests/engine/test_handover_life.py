@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.store import admin
 from tests.bench.engine import Request, Result
 from tests.bench.handover import HANDED
 from tests.bench.models import prompt
@@ -64,23 +63,6 @@ def test_B9_an_abort_before_it_was_scheduled_frees_the_prefill_node_within_a_sec
     assert all(result.aborted and not result.tokens for result in results)
     eventually(lambda: HELD not in numbers(prefill.address))
     assert watch.own_s() < 1
-    assert "kvstore_hand_over_events{fetched}" not in since(decode.address, before)
-
-
-def test_B8_a_full_hit_moves_nothing_and_frees_the_prefill_node(
-    nodes: tuple[Patient, Patient],
-) -> None:
-    prefill, decode = nodes
-    request = ids(prompt(8100, 9 * ENGINE_BLOCK + 1), "hit")  # all but the last token is cached
-    (first,) = prefill.run([request], [HANDED], 1)
-    decode.run([request], [handed(first)], 1)
-    eventually(lambda: HELD not in numbers(prefill.address))
-    (again,) = prefill.run([ids(request.tokens, "hit again")], [HANDED], 1)
-    eventually(lambda: HELD in numbers(prefill.address))
-    admin.clear(decode.address)  # its engine has it all, its store nothing
-    before = numbers(decode.address)
-    decode.run([ids(request.tokens, "hit again")], [handed(again)], 1)
-    eventually(lambda: HELD not in numbers(prefill.address))
     assert "kvstore_hand_over_events{fetched}" not in since(decode.address, before)
 
 

@@ -189,6 +189,20 @@ def gone(process: psutil.Process) -> bool:
 
 
 @contextlib.contextmanager
+def started(*nodes: Node) -> Iterator[None]:
+    """Start nodes, and stop them in the end, frozen ones too."""
+    try:
+        for node in nodes:
+            node.start()
+        yield
+    finally:
+        for node in nodes:
+            with contextlib.suppress(Exception):
+                node.freeze(go_on=True)
+            node.stop()
+
+
+@contextlib.contextmanager
 def nothing_left(*nodes: Node, within_s: float = 20.0) -> Iterator[None]:
     """Whatever happens, in the end nodes hold nothing for it, and have no more descriptors."""
     for node in nodes:

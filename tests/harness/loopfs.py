@@ -29,9 +29,9 @@ _FREEZE, _THAW = 0xC0045877, 0xC0045878  # FIFREEZE, FITHAW
 class LoopDisk:
     """One file system on a loop device; `folder` is where it is mounted, if it is."""
 
-    def __init__(self, where: Path, at: Path | None = None) -> None:
-        """Make it, not mounted. where: folder of its image; at: to mount it, else in `where`."""
-        self.folder = at or where / "disk"
+    def __init__(self, where: Path) -> None:
+        """Make it, not mounted. where: folder of its image, and of where it is mounted."""
+        self.folder = where / "disk"
         self.folder.mkdir(exist_ok=True)
         self._image = where / "disk.img"
         with self._image.open("wb") as file:
@@ -135,12 +135,12 @@ def _why_not() -> str:
 
 
 @contextmanager
-def loop_disk(where: Path, at: Path | None = None) -> Iterator[LoopDisk]:
+def loop_disk(where: Path) -> Iterator[LoopDisk]:
     """A mounted file system of its own; skips the test where that is not possible."""
     why = _why_not()
     if why:
         missing(why)
-    disk = LoopDisk(where, at)
+    disk = LoopDisk(where)
     try:
         disk.mount()
         yield disk

@@ -6,7 +6,7 @@ import hashlib
 import mmap
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvstore.config import NvmeConfig
@@ -54,7 +54,12 @@ def content(name: BlockKey, size: int = SLOT_BYTES) -> bytes:
 
 
 def disk_bytes(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    """Bytes that all files in a folder take on disk; one may go meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_blocks * 512 if path.is_file() else 0
+    return total
 
 
 class Shelf:

@@ -52,6 +52,12 @@ class Served:
         self.store.__enter__()
         self._engine = LiveEngine(self)
 
+    def kill(self) -> None:
+        """End the store at once, and start it again."""
+        psutil.Process(self.store.pid).kill()
+        self.stop()
+        self.start()
+
     def stop(self) -> None:
         if self._engine is not None:
             self._engine.close()

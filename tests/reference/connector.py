@@ -53,25 +53,14 @@ class TieredWorker:
 
 
 def attached(
-    engine: str,
-    identity: str,
-    shape: Shape,
-    rank: int,
-    memory: bytearray,
-    path: str,
-    layers: int = 1,
+    engine: str, identity: str, shape: Shape, rank: int, memory: bytearray, path: str
 ) -> WorkerHalf:
-    """Make a rank's half. memory: shape.blocks pages, in each of which layer follows layer.
-
-    path: the socket of its store. layers: of each group.
-    """
-    geometry = shape.rank_geometry(identity, rank, layers)
+    """Make a rank's half. memory: shape.blocks pages. path: the socket of its store."""
+    geometry = shape.rank_geometry(identity, rank)
     storage = torch.frombuffer(memory, dtype=torch.uint8)
     caches = {
-        layer.name: LayerCache(
-            storage, number * layer.page_bytes, shape.page_bytes, layer.page_bytes
-        )
+        layer.name: LayerCache(storage, 0, shape.page_bytes, layer.page_bytes)
         for group in geometry.groups
-        for number, layer in enumerate(group.layers)
+        for layer in group.layers
     }
     return WorkerHalf(engine, rank, shape.world, geometry, caches, lambda: path)

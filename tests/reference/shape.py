@@ -108,13 +108,12 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
         sizes, width = self.group_tokens, HASH_BYTES
         return Geometry(self.block_tokens, self.hash_tokens, sizes, self.rules, width)
 
-    def rank_geometry(self, identity: str, rank: int, layers: int = 1) -> RankGeometry:
-        """Return a rank's part of a block: in each layer of a group it has one head."""
+    def rank_geometry(self, identity: str, rank: int) -> RankGeometry:
+        """Return a rank's part of a block: in the layer of each group it has one head."""
         groups = []
         for group, (rule, tokens) in enumerate(zip(self.rules, self.group_tokens, strict=True)):
-            size = tokens * self.token_bytes // layers
-            names = [f"{group}.{number}" for number in range(layers)]
-            parts = tuple(LayerGeometry(name, size, 1, rank, self.world) for name in names)
-            groups.append(GroupGeometry(rule, parts))
+            size = tokens * self.token_bytes
+            layer = LayerGeometry(f"{group}.0", size, 1, rank, self.world)
+            groups.append(GroupGeometry(rule, (layer,)))
         per = self.geometry.blocks_per_chunk
         return RankGeometry(identity, self.block_tokens, per, tuple(groups))

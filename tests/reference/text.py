@@ -108,17 +108,15 @@ def block_bytes(shape: Shape, text: Text, group: int, rank: int, index: int) -> 
     return words_of(marks, group, rank, shape.token_words)
 
 
-def slot_bytes(shape: Shape, text: Text, group: int, index: int, layers: int = 1) -> bytes:
-    """Return what a slot must hold: engine block after engine block, in it layers, in these ranks.
+def slot_bytes(shape: Shape, text: Text, group: int, index: int) -> bytes:
+    """Return what a slot must hold: engine block after engine block, in it these ranks.
 
-    index: of the offload block. layers: of the group.
+    index: of the offload block.
     """
     tokens = shape.group_tokens[group]
-    size = tokens * shape.token_bytes // layers
     first = index * shape.block_tokens
-    parts = []
-    for at in range(first, first + shape.block_tokens, tokens):
-        pages = [block_bytes(shape, text, group, rank, at // tokens) for rank in range(shape.world)]
-        for layer in range(layers):
-            parts += [page[layer * size : (layer + 1) * size] for page in pages]
-    return b"".join(parts)
+    return b"".join(
+        block_bytes(shape, text, group, rank, at // tokens)
+        for at in range(first, first + shape.block_tokens, tokens)
+        for rank in range(shape.world)
+    )
