@@ -413,6 +413,12 @@ def test_a_limit_that_is_not_met_is_named_with_what_was_found(
         list(engine.feed(framing.encode(p.Step((p.Lookup(1, b"", 99),)))))
 
 
+def test_S2_what_was_found_is_not_searched_for_in_a_message_that_is_nested_too_deep() -> None:
+    body = m.encode(m.Hello(1, "n" * 300, {}))[:-2] + b"\x91" * 5000 + b"\xc0"
+    with pytest.raises(ProtocolError, match=": Expected `str` of length <= 256"):
+        m.decode_for_producer(body)
+
+
 def test_S2_what_was_found_is_not_searched_for_in_a_message_of_many_fields() -> None:
     """Fields that nothing names are skipped, and would be objects each."""
     fields = ["Keep", "n" * 300, "r", 1, *range(1 << 17)]

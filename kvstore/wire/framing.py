@@ -136,7 +136,7 @@ def _found(body: bytes, path: Sequence[int]) -> float | None:
         if head[0] in _LENGTH_BYTES:
             return int.from_bytes(head[1 : 1 + _LENGTH_BYTES[head[0]]], "big")
         value = msgspec.msgpack.decode(raw, type=str | int | float)
-    except (msgspec.DecodeError, IndexError):
+    except (msgspec.DecodeError, ValueError, IndexError, RecursionError):
         return None
     return len(value) if isinstance(value, str) else value
 

@@ -18,7 +18,7 @@ from kvstore.handover import (
     fetches,
     heartbeats,
     jobs,
-    peers,
+    links,
     producer,
     side_channel,
     transfers,
@@ -34,7 +34,7 @@ TIMES = {
     (heartbeats, "LEASE_MS"): 3_000,  # what it imported
     (producer, "GRACE_NS"): 1 * S,
     (jobs, "UNKNOWN_NS"): 1 * S,  # longer than in truth: other tests keep processors busy
-    (peers, "IDLE_NS"): 4 * S,
+    (links, "IDLE_NS"): 4 * S,
     (transfers, "QUIET_NS"): 3 * S,
     (side_channel, "FORGET_NS"): 8 * S,
     (supervisor, "SILENT_NS"): 5 * S,
