@@ -262,6 +262,9 @@ def test_ended_requests_are_remembered_without_their_namespace() -> None:
     class Namespace:
         """Stands in for a manager, with all it has of memory."""
 
+        def unpin(self, entries: list[object]) -> None:
+            assert not entries
+
     leases, namespace = h.RequestLeases(0, Counter()), cast("Manager", Namespace())
     leases.running("r", namespace, SLOT_BYTES, 1)
     leases.gone("r", namespace, 1)

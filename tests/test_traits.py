@@ -56,5 +56,5 @@ def test_B3_a_model_that_has_not_come_yet_may_come() -> None:
 def test_B3_traits_are_few_and_short(traits: dict[str, str]) -> None:
     hello = msgspec.msgpack.decode(m.encode(m.Hello(m.VERSION, "n", {})))
     hello[3] = traits
-    with pytest.raises(ProtocolError, match=r"Expected .* of length <="):
+    with pytest.raises(ProtocolError, match=r"[Ee]xpected .* of length <="):
         m.decode_for_producer(msgspec.msgpack.encode(hello))
