@@ -21,6 +21,7 @@ from kvstore.handover.consumer import Consumer
 from kvstore.handover.exported import ExportedMemory
 from kvstore.handover.heartbeats import Requests
 from kvstore.handover.jobs import Job
+from kvstore.handover.moves import MOVING, SUMMING
 from kvstore.handover.peers import Peers
 from kvstore.handover.producer import Producer
 from kvstore.handover.request_leases import RequestLeases
@@ -32,7 +33,7 @@ from kvstore.store.namespace import Namespace
 from kvstore.store.sessions import Sessions
 from kvstore.wire import engine as p
 from kvstore.wire import peer as m
-from tests.harness.fakes import blocks, hashes
+from tests.harness.fakes import blocks, hashes, u32
 from tests.harness.live import Client, LiveEngine, LiveStore, engine, eventually, store_settings
 from tests.harness.peers import inside
 from tests.test_local_limits import broken, surprised
@@ -215,6 +216,53 @@ def test_S2_nothing_stays_pinned_once_hand_overs_are_off(
     assert own.request_leases.held_bytes == own.held.bytes == 0
     assert len(own.request_leases) == 0
     assert all(entry.pins == 0 for entry in manager.index)
+
+
+@pytest.mark.parametrize("under_way", ["sum", "move"])
+def test_S2_what_was_under_way_is_not_pinned_once_hand_overs_are_off(
+    place: Place, monkeypatch: pytest.MonkeyPatch, under_way: str
+) -> None:
+    """No turn hears of its end any more: threads and the exporter have ended."""
+    prefill, chain, push = place.prefill, hashes(3, "held"), under_way == "move"
+    place.good.put(chain)
+    place.turns(5)
+    monkeypatch.setattr(prefill.mover, under_way, lambda *_: None)
+    say = place.caller(place.hello("exporter"))
+    say(wanted(chain, push=push))
+    place.turns(3)
+    if push:
+        say(m.Land(1, u32(range(3)), u32(range(3)), m.Region(1, 4096, 3)))
+        place.turns(1)
+    own, manager = prefill.peers.producer, prefill.namespace(place.good.giver).manager
+    states = [set(job.states.within(job.all, bytes((MOVING, SUMMING)))) for job in own.jobs]
+    assert states == [{(0, 3)}]
+    assert own.held.bytes > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Requests, "tick", surprised)
+        place.turns(1)
+    assert prefill.peers.off
+    assert own.held.bytes == 0
+    assert all(entry.pins == 0 for entry in manager.index)
+    assert not own.jobs
+
+
+def test_S2_what_is_held_for_requests_ends_though_what_is_held_for_peers_cannot(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, chain = place.prefill.peers.producer, hashes(3, "held")
+    place.good.put(chain)
+    place.turns(5)
+    place.caller(place.hello())(wanted(chain))
+    done = p.HandedOver("r", "done", b"".join(chain), 32, lease_ms=30_000)
+    place.good.giver.step(handed_over=(p.HandedOver("r", "running"), done))
+    place.turns(2)
+    assert own.request_leases.held_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(Requests, "tick", surprised)
+        patch.setattr(Producer, "_release", surprised)
+        place.turns(1)
+    assert place.prefill.peers.off
+    assert own.request_leases.held_bytes == 0
 
 
 def test_S2_what_the_end_of_a_peer_meets_costs_nothing_more(

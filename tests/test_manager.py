@@ -396,6 +396,19 @@ def test_a_write_that_ends_in_a_retired_slot_does_not_keep_it() -> None:
     assert rig.manager.retire_slots([slot]) == 0
 
 
+def test_nothing_becomes_ready_below_a_block_whose_slot_is_to_go() -> None:
+    """Of a path that arrives in one go: it could not be found, and lookups were linear."""
+    rig, path = Rig(4), chain(4)
+    slots, keys = rig.grant(4), path.keys(0, 4)
+    assert rig.manager.begin_promotions(keys, [None, *keys[:-1]], slots) == [0, 1, 2, 3]
+    assert rig.manager.retire_slots(slots[1:2]) == 1
+    stored, orphan = StoreOutcome.STORED, StoreOutcome.ORPHAN
+    assert rig.manager.complete_promotions(slots, 4) == [stored, stored, orphan, orphan]
+    assert (rig.manager.index.holes, len(rig.manager.index)) == (0, 1)
+    assert sorted(rig.manager.slots.free) == [slots[2], slots[3]]
+    assert rig.manager.retire_slots(slots[1:2]) == 0
+
+
 # What one call may take is bounded, however many blocks there are
 
 

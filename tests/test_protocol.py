@@ -131,6 +131,8 @@ def hello_with(**change: object) -> bytes:
 
 
 DEEP = b"\x97\xa4Step\x90\x90\x90\xc0\x80" + b"\x91" * 100_000  # deeper than any stack
+# A limit is not met in a field before what is too deep: that is met as the value is looked for.
+DEEP_AFTER_LIMIT = b"\x93\xa6Mapped\xff" + b"\x91" * 100_000
 NO_MESSAGES = [
     b"",
     b"\xc1",
@@ -141,6 +143,7 @@ NO_MESSAGES = [
     b"\x92\xa5Query\xa2\xff\xfe",  # not UTF-8
     b"\x92\xa4Step\xdd\xff\xff\xff\xff",  # says four thousand million lookups
     DEEP,
+    DEEP_AFTER_LIMIT,
     hello_with(groups=[]),
     hello_with(blocks_per_chunk=[1, 1]),
     hello_with(groups=[{"rule": {"trailing": -5}, "layers": []}]),
@@ -216,6 +219,7 @@ BAD = {
     "unknown-kind": framed(msgspec.msgpack.encode(["Nonsense", 1])),
     "oversized": b"\xff" * 8,
     "deep": framed(DEEP),
+    "deep-after-limit": framed(DEEP_AFTER_LIMIT),
 }
 
 

@@ -198,13 +198,15 @@ class Manager:
         """End promotions, the first `done` of which have arrived; a slot's generation tells how."""
         outcomes: list[StoreOutcome] = []
         ready: list[Entry] = []
+        retiring = self.slots.retiring  # what becomes ready there is dropped at once
         for at, slot in enumerate(slots):
             entry = self.slots.granted.pop(slot)
             late = self._outdated.pop(slot, None)
             if not isinstance(entry, Entry) or entry.state is not _COMING:
                 raise InvariantBroken("a promotion ended whose block is not coming")
             above = entry.parent
-            if at < done and late is None and (above is None or above.state is _READY):
+            reached = above is None or (above.state is _READY and above.slot not in retiring)
+            if at < done and late is None and reached:
                 entry.state = _READY
                 ready.append(entry)
                 outcomes.append(_STORED)

@@ -329,6 +329,10 @@ class Peers:
         if not self.off:
             with self._barrier.around("hand-overs", self._switch_off):
                 self._poll(now_ns)
+        elif self.producer.busy:  # a lower tier had not read all blocks
+            with self._barrier.around("what is held for peers"):
+                self._take_staged()
+                self.producer.end()
         settled, self.exported.settled = self.exported.settled, []
         for extent in settled:
             for namespace in self._namespaces.values():
@@ -340,13 +344,7 @@ class Peers:
             with self._barrier.around("the end of a transfer", partial(self._fail_event, event)):
                 self._on_event(event)
         self.channel.poll(now_ns)
-        for source in self.producer.sources():
-            staged: dict[tuple[int, int, bool], list[int]] = {}
-            for part, ok in source.tiering.take_staged():
-                staged.setdefault((part.peer, part.job, ok), []).extend(part.positions)
-            for (peer, job, ok), positions in staged.items():
-                with self._guard(peer):
-                    self.producer.staged(Part(peer, job, positions), ok=ok)
+        self._take_staged()
         self.producer.tick(now_ns, self._guard)
         for stored_ns in self.producer.request_leases.take_stored_ns():
             self._numbers.observe("kvstore_hand_over_held_seconds", stored_ns / 1e9)
@@ -360,6 +358,15 @@ class Peers:
         if now_ns - self._swept_ns >= SWEEP_NS:
             self._swept_ns = now_ns
             self._sweep()
+
+    def _take_staged(self) -> None:
+        for source in self.producer.sources():
+            staged: dict[tuple[int, int, bool], list[int]] = {}
+            for part, ok in source.tiering.take_staged():
+                staged.setdefault((part.peer, part.job, ok), []).extend(part.positions)
+            for (peer, job, ok), positions in staged.items():
+                with self._guard(peer):
+                    self.producer.staged(Part(peer, job, positions), ok=ok)
 
     # Bugs, and what they cost
 
@@ -398,9 +405,10 @@ class Peers:
             with self._barrier.around("the end of fetches"):
                 inlet.clear()
         self.exported.end()
-        with self._barrier.around("what is held for peers"):
-            self.producer.on_exporter_lost("hand-overs are off")
+        with self._barrier.around("what is held for requests"):
             self.producer.request_leases.clear()
+        with self._barrier.around("what is held for peers"):
+            self.producer.end()
         with self._barrier.around("the end of hand-overs"):
             self.close()
         self.channel.address = ""

@@ -21,7 +21,7 @@ from kvstore.core.types import LookupResult
 from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.held_memory import HeldMemory
 from kvstore.handover.jobs import LOOK_NS, Job, OwnExporter, Peer, Source
-from kvstore.handover.moves import DONE, MOVING, SUMMED, TOLD, WANTED
+from kvstore.handover.moves import DONE, MOVING, SUMMED, SUMMING, TOLD, WANTED
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Run, at, joined, runs_of
 from kvstore.handover.transfers import EngineWrite, SlotFill, SlotMove, Slots, Transfers
@@ -157,6 +157,15 @@ class Producer:
                 self._send(peer.number, m.Refused(reason, retry=True))
                 peer.closed = True
             self._drop(peer)
+
+    def end(self) -> None:
+        """Hand nothing over any more: free all but what a lower tier still reads into."""
+        self.on_exporter_lost("hand-overs are off")
+        for job in self.jobs:
+            job.unsummed.clear()
+            for run in job.states.within(job.all, bytes((SUMMING, MOVING))):
+                self._done(job, run)
+            self._settle(job)
 
     def _drop(self, peer: Peer) -> None:
         for job in list(peer.jobs.values()):
