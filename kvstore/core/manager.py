@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import cast
 
 from kvstore.core.errors import InvariantBroken, check
@@ -225,12 +226,10 @@ class Manager:
 
     def _became_ready(self, entries: Sequence[Entry]) -> None:
         """Blocks can be read now, those of a path in its order."""
-        below: Entry | None = None
-        for entry in reversed(entries):
+        for entry, below in zip_longest(entries, entries[1:]):
             # The next one stands for it, or will with its own last pin.
             if not entry.pins and (below is None or below.parent is not entry):
                 self._policy.touch(entry)
-            below = entry
         self._changes.added += [entry.key for entry in entries]
         if retiring := self.slots.retiring:
             for entry in entries:

@@ -32,7 +32,6 @@ from kvstore.handover.heartbeats import Requests
 from kvstore.handover.jobs import Source
 from kvstore.handover.links import Link, Links
 from kvstore.handover.producer import Producer
-from kvstore.handover.runs import Part
 from kvstore.handover.side_channel import LOGGED_MAX, MET_A_BUG, Channel
 from kvstore.handover.transfers import (
     BUSY_S,
@@ -266,7 +265,7 @@ class Peers:
         if self.off:
             return None
         wait_s = self._mover.exporter.wait_s(now_ns)
-        if self.producer.busy or any(inlet.open for inlet in self._used.values()):
+        if self.producer.jobs or any(inlet.open for inlet in self._used.values()):
             return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
         return wait_s
 
@@ -274,7 +273,7 @@ class Peers:
     def busy(self) -> bool:
         """Tell whether poll() has something to do in each turn: what is handed over, or held."""
         held = len(self.producer.request_leases)  # their blocks are pinned as they become ready
-        return bool(held or self._used or self.engine_writes.open or self.producer.busy)
+        return bool(held or self._used or self.engine_writes.open or self.producer.jobs)
 
     def gauges(self) -> dict[tuple[str, ...], float]:
         """Return gauges, and counters kept here."""
@@ -329,9 +328,9 @@ class Peers:
         if not self.off:
             with self._barrier.around("hand-overs", self._switch_off):
                 self._poll(now_ns)
-        elif self.producer.busy:  # a lower tier had not read all blocks
+        elif self.producer.jobs:  # a lower tier had not read all blocks
             with self._barrier.around("what is held for peers"):
-                self._take_staged()
+                self.producer.take_staged(self._guard)
                 self.producer.end()
         settled, self.exported.settled = self.exported.settled, []
         for extent in settled:
@@ -344,7 +343,7 @@ class Peers:
             with self._barrier.around("the end of a transfer", partial(self._fail_event, event)):
                 self._on_event(event)
         self.channel.poll(now_ns)
-        self._take_staged()
+        self.producer.take_staged(self._guard)
         self.producer.tick(now_ns, self._guard)
         for stored_ns in self.producer.request_leases.take_stored_ns():
             self._numbers.observe("kvstore_hand_over_held_seconds", stored_ns / 1e9)
@@ -358,15 +357,6 @@ class Peers:
         if now_ns - self._swept_ns >= SWEEP_NS:
             self._swept_ns = now_ns
             self._sweep()
-
-    def _take_staged(self) -> None:
-        for source in self.producer.sources():
-            staged: dict[tuple[int, int, bool], list[int]] = {}
-            for part, ok in source.tiering.take_staged():
-                staged.setdefault((part.peer, part.job, ok), []).extend(part.positions)
-            for (peer, job, ok), positions in staged.items():
-                with self._guard(peer):
-                    self.producer.staged(Part(peer, job, positions), ok=ok)
 
     # Bugs, and what they cost
 

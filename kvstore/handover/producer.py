@@ -135,11 +135,6 @@ class Producer:
         """The open jobs, released or not."""
         return [job for peer in self._peers.values() for job in peer.jobs.values()]
 
-    @property
-    def busy(self) -> bool:
-        """Tell whether a job is open."""
-        return any(peer.jobs for peer in self._peers.values())
-
     def sources(self) -> list[Source]:
         """List the namespaces that a job is open in."""
         peers = [peer for peer in self._peers.values() if peer.jobs]
@@ -309,10 +304,16 @@ class Producer:
         """Return a part's job, which is there as long as anything of it is under way."""
         return self._peers[part.peer].jobs[part.job]
 
-    def staged(self, part: Part, *, ok: bool) -> None:
-        """A lower tier has read blocks of one job into their slots, or could not."""
-        self.counts["failed"] += 0 if ok else len(part.positions)
-        self._ended(self._job_of(part), part.positions, ok=ok)
+    def take_staged(self, guard: Guard = nullcontext) -> None:
+        """Go on with blocks that lower tiers have read into their slots, or could not."""
+        for source in self.sources():
+            staged: dict[tuple[int, int, bool], list[int]] = {}
+            for part, ok in source.tiering.take_staged():
+                staged.setdefault((part.peer, part.job, ok), []).extend(part.positions)
+            for (peer, number, ok), positions in staged.items():
+                with guard(peer):
+                    self.counts["failed"] += 0 if ok else len(positions)
+                    self._ended(self._peers[peer].jobs[number], positions, ok=ok)
 
     def summed(self, part: Part, sums: array[int]) -> None:
         """Checksums of blocks of one job were taken."""

@@ -223,8 +223,7 @@ class Pair:
             for town, engine in ((self.giver, self.prefill), (self.taker, self.decode)):
                 town.tick(ms)
                 engine.pump()
-            for part, ok in self.source.tiering.take_staged():
-                self.producer.staged(part, ok=ok)
+            self.producer.take_staged()
             self.producer.tick(self.giver.now_ns)
             self.consumer.tick(self.taker.now_ns)
 
