@@ -237,10 +237,10 @@ class Channel:
         line.send(framed(m.encode(message)))
         try:
             line.flush()
+            self.lines.update(line)
         except OSError:  # poll() meets it again, once it has read what the peer said before
             self.counts["unsent"] += 1
             self._ready.add(number)
-        self.lines.update(line)
 
     def _flush(self, line: Line) -> None:
         """Send what a peer takes. Raises OSError, unless there is more to read of what it said."""
