@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -403,6 +404,23 @@ def test_a_directory_that_another_store_has_used_comes_back_as_it_is_now(
         kept = set(found.keys())
     with shelf(settings) as after:
         assert set(after.keys()) == kept
+
+
+def test_nothing_is_kept_of_what_was_known_before_a_return(
+    settings: NvmeConfig, folder: Path
+) -> None:
+    """A start freezes what the collector of garbage has not seen: circles would stay for ever."""
+    with shelf(settings) as found:
+        found.fill(4)
+        found.settle()
+        with moved_away(found, folder):
+            pass
+        found.settle()  # threads remember what they have moved last: not of this space
+        before = weakref.ref(found.tier.space)
+        with moved_away(found, folder):
+            pass
+        found.settle()
+        wait(found, lambda: before() is None)
 
 
 def test_a_directory_that_another_store_is_using_is_left_to_it(found: Shelf, folder: Path) -> None:

@@ -13,8 +13,8 @@ from kvstore.config import NvmeConfig
 from tests.harness.nvme_blocks import SLOT_BYTES, settings_for, shelf
 from tests.harness.nvme_damage import change_table, extents, row_count
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
-from tiers.nvme.index_server import IndexFile
-from tiers.nvme.messages import EXTENTS, FOLDER, NUMBER, Commit
+from tiers.nvme.index_server import IndexFile, IndexServer
+from tiers.nvme.messages import EXTENTS, FOLDER, NOWHERE, NUMBER, VALUE, Commit, Load, Open, Page
 
 MAP_BYTES = 64 << 20
 SPACE = "0123456789ab"
@@ -121,3 +121,19 @@ def test_an_index_that_was_cut_is_whole_or_refused(tmp_path: Path) -> None:
             continue  # whether it raises depends on the share
         assert share > 0.5, "more than free pages is missing"
         assert rows_in(folder) == rows
+
+
+def test_the_process_keeps_no_records_that_it_has_sent(tmp_path: Path) -> None:
+    """Of an idle store it would keep them for ever: a tenth of a gigabyte for a million."""
+    server, count = IndexServer(), 10
+    server.answer(Open(str(tmp_path), MAP_BYTES))
+    rows = [(bytes([n]) * 34, VALUE.pack(1 << 32 | n, NOWHERE, n, 0, 4096)) for n in range(count)]
+    server.answer(Commit(puts={SPACE: rows}, extents=[(1, 4096, SPACE)]))
+    for first, refused in ((0, None), (6, [])):
+        page = server.answer(Load(SPACE, 4096, {1: count}, first, 6))
+        assert isinstance(page, Page)
+        assert (page.count, page.refused) == (min(6, count - first), refused)
+        assert (server._sorted is None) is (refused == [])
+    assert server.file is not None
+    server.file.close()
+    os.close(server.lock_fd)

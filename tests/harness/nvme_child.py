@@ -119,10 +119,8 @@ class Watch:
     def half_written(self, file: ExtentFile, position: int, blocks: Sequence[memoryview]) -> None:
         if self.passes("half-written"):
             whole = len(blocks) // 2
-            half = blocks[whole][: file.stride // 2]
-            if file.stride != file.slot_bytes:  # it is copied before, and has to be whole
-                half = memoryview(bytes(half).ljust(file.slot_bytes, b"\0"))
-            file.write(position, [*blocks[:whole], half])
+            half = bytearray(blocks[whole][: file.stride // 2])  # a call writes whole pages
+            file.write(position, [*blocks[:whole], memoryview(half.ljust(file.slot_bytes, b"\0"))])
             self.die()
 
     def commits(self, _client: IndexClient, changes: Commit) -> None:

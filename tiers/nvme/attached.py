@@ -169,7 +169,10 @@ class Attached:
         return self.generation
 
     def succeed(self, old: Attached) -> None:
-        """Go on for what was thrown away: what it had forgotten stays so."""
+        """Go on for what was thrown away: what it had forgotten stays so.
+
+        Nothing in it leads in a circle then, as gc.freeze() would keep all its records for ever.
+        """
         self.generation = max(self.generation, old.generation)
         self.next_extent = max(self.next_extent, old.next_extent)
         for known in old.spaces.values():
@@ -178,6 +181,8 @@ class Attached:
             self.wake(space)
             if known.clearing:  # it was cleared, and that was not durable
                 self.clear(space)
+            known.loading = None
+        old.spaces, old._steps = {}, None
 
     # Records
 

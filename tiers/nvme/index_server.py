@@ -327,7 +327,10 @@ class IndexServer:
         for _ in self._steps:
             if time.monotonic() > end_s:
                 return Page()
-        return self._sorted.page(request.first, request.most)
+        page = self._sorted.page(request.first, request.most)
+        if page.refused is not None:  # the last
+            self._sorted = None
+        return page
 
     def _open(self, request: Open) -> Opened:
         path = Path(request.path)
