@@ -133,9 +133,7 @@ def hello_with(**change: object) -> bytes:
 DEEP = b"\x97\xa4Step\x90\x90\x90\xc0\x80" + b"\x91" * 100_000  # deeper than any stack
 # A number beyond its limit, beside it what is nested deep.
 DEEP_AND_BEYOND = (
-    b"\x95"
-    + b"".join(msgspec.msgpack.encode(part) for part in ("Loaded", 1, 1 << 61, 0.1))
-    + DEEP
+    b"\x95" + b"".join(msgspec.msgpack.encode(part) for part in ("Loaded", 1, 1 << 61, 0.1)) + DEEP
 )
 NO_MESSAGES = [
     b"",
@@ -168,7 +166,11 @@ NO_MESSAGES_OF_THESE_FIELDS: list[framing.Message] = [
 
 
 def test_what_is_no_message_is_a_protocol_error() -> None:
-    for body in [DEEP_AND_BEYOND, *NO_MESSAGES, *(framing.encode(m)[4:] for m in NO_MESSAGES_OF_THESE_FIELDS)]:
+    for body in [
+        DEEP_AND_BEYOND,
+        *NO_MESSAGES,
+        *(framing.encode(m)[4:] for m in NO_MESSAGES_OF_THESE_FIELDS),
+    ]:
         with pytest.raises(ProtocolError, match="not a message of this protocol"):
             decode(p.ToStore, [framed(body)])
 

@@ -1,7 +1,7 @@
 """Direct fetches: workers of an engine read the blocks, or a peer writes them, in its memory.
 
 lookup    claims blocks, for a lease ------> Consumer.claim()
-peer      blocks can be read --------------> readable(): Places or InEngine to each worker
+peer      blocks can be read --------------> readable(): Places to each worker
 workers   Arrived, from each rank ---------> on_arrived(): the peer is asked whether they are valid
           pushed: Target, from each rank --> target(): Land to the peer
 peer      the lease held, or it failed ----> ended(): Passed to each worker, at the end of a turn
