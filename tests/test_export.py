@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
+from kvstore.core.types import LookupResult
 from kvstore.handover import jobs, moves
 from kvstore.handover import producer as o
 from kvstore.handover.runs import Part
@@ -293,6 +294,28 @@ def test_what_a_request_has_computed_is_held_until_it_was_fetched() -> None:
     assert pins(pair) == [0, 0, 0, 0]
     assert len(pair.producer.request_leases) == 0
     pair.check_nothing_left()
+
+
+def test_what_a_request_still_stores_is_looked_for_in_one_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, chain, asked = Pair(), hashes(100), list[int]()
+    pair.hand("r")
+    pair.want(chain, request="r")
+    pair.run(5)
+    leases, source = pair.producer.request_leases, pair.source
+    now_ns = pair.giver.now_ns
+    leases.done("r", source.manager, 1, keys_of(chain), now_ns + 10**9, now_ns)
+
+    def leading(keys: Sequence[bytes], _first: int) -> tuple[LookupResult, None, int]:
+        asked.append(len(keys))
+        return LookupResult.MISS, None, len(keys)
+
+    monkeypatch.setattr(source.tiering, "leading", leading)
+    pair.producer.tick(now_ns)
+    (job,) = pair.producer.jobs
+    assert list(job.awaited) == list(range(100)), "they may come, in their order"
+    assert asked == [64, 36]
 
 
 def test_a_request_whose_engine_is_gone_computes_nothing_more() -> None:

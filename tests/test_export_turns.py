@@ -12,6 +12,7 @@ from kvstore.handover.consumer import STALL_NS
 from kvstore.handover.runs import Part, Places
 from kvstore.wire import framing
 from kvstore.wire import peer as m
+from tests.harness import handover_pair
 from tests.harness.fakes import hashes, keys_of, u32
 from tests.harness.handover_pair import LANDING, Pair, bare_fetch, stored
 
@@ -122,6 +123,64 @@ def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
     arrivals.landing.give_back([5])
     arrivals.start()
     assert got[2:] == [(3, 1)]
+
+
+def test_a_fetch_goes_on_once_a_quarter_of_the_landing_slots_is_free_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handover_pair, "LANDING", 20)
+    pair, got = Pair(), list[Part]()
+    arrivals = pair.consumer.arrivals
+    arrivals._transfers.move = lambda part, *_: got.append(part)  # type: ignore[method-assign]
+    fetch = bare_fetch(arrivals, pair.peer, keys_of(hashes(23)))
+    fetch.states.put(fetch.all, moves.CLAIMED)
+    fetch.places.put(range(23), m.Region(0, 0, 1), array("I", [0] * 23))
+    arrivals._turns.queue(fetch, fetch.all)
+    first = 0
+    for ended in (0, 3, 2, 3):
+        arrivals._turns.left(pair.peer, ended)
+        arrivals.landing.give_back(fetch.landing[first : first + ended])
+        first += ended
+        arrivals.start()
+    assert [len(part.positions) for part in got] == [15, 5, 3], "and all that is left"
+
+
+def test_B14_a_push_does_not_wait_for_landing_slots_of_what_is_still_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More than half of the slots are told to a peer whose engine has not written there yet."""
+    monkeypatch.setattr(handover_pair, "LANDING", 20)
+    pair, computed, there = Pair(), hashes(12, "computed"), hashes(6, "there")
+    pair.put(there)
+    pair.hand("r")
+    pair.want(computed, push=True, request="r")
+    pair.decode.ask(computed)
+    pair.run(20)
+    assert pair.landing.used == 12
+    pair.want(there, push=True)
+    pair.decode.ask(there)
+    pair.run(60)
+    assert pair.arrived(there) == 6
+
+
+def test_B14_a_push_goes_on_beside_blocks_that_are_never_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peer says so at the end only: were the rest to wait for their slots, none would come."""
+    monkeypatch.setattr(handover_pair, "LANDING", 20)
+    pair, chain = stored(24, held=4)
+    number = pair.want(chain, push=True)
+    while not pair.producer.jobs:
+        pair.run(1)
+    gone = keys_of(chain)[15:3:-1]
+    for key in gone:
+        pair.source.manager.drop(key, "test")
+    pair.source.tiering.tiers[0].discard(gone)
+    pair.decode.ask(chain)
+    pair.run(100)
+    assert pair.consumer.counts["fetched"] == 12
+    assert number not in pair.consumer._fetches
+    pair.check_nothing_left()
 
 
 def test_S2_a_fetch_that_has_ended_does_not_wait_for_a_landing_slot() -> None:

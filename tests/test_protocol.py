@@ -131,8 +131,10 @@ def hello_with(**change: object) -> bytes:
 
 
 DEEP = b"\x97\xa4Step\x90\x90\x90\xc0\x80" + b"\x91" * 100_000  # deeper than any stack
-# A limit is not met in a field before what is too deep: that is met as the value is looked for.
-DEEP_AFTER_LIMIT = b"\x93\xa6Mapped\xff" + b"\x91" * 100_000
+# A number beyond its limit, beside it what is nested deep.
+DEEP_AND_BEYOND = (
+    b"\x95" + b"".join(msgspec.msgpack.encode(part) for part in ("Loaded", 1, 1 << 61, 0.1)) + DEEP
+)
 NO_MESSAGES = [
     b"",
     b"\xc1",
@@ -165,7 +167,11 @@ NO_MESSAGES_OF_THESE_FIELDS: list[framing.Message] = [
 
 
 def test_what_is_no_message_is_a_protocol_error() -> None:
-    for body in [*NO_MESSAGES, *(framing.encode(m)[4:] for m in NO_MESSAGES_OF_THESE_FIELDS)]:
+    for body in [
+        DEEP_AND_BEYOND,
+        *NO_MESSAGES,
+        *(framing.encode(m)[4:] for m in NO_MESSAGES_OF_THESE_FIELDS),
+    ]:
         with pytest.raises(ProtocolError, match="not a message of this protocol"):
             decode(p.ToStore, [framed(body)])
 
@@ -219,7 +225,7 @@ BAD = {
     "unknown-kind": framed(msgspec.msgpack.encode(["Nonsense", 1])),
     "oversized": b"\xff" * 8,
     "deep": framed(DEEP),
-    "deep-after-limit": framed(DEEP_AFTER_LIMIT),
+    "deep-and-beyond": framed(DEEP_AND_BEYOND),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -72,13 +72,20 @@ class LandingTurns:
                 self._used[peer] += len(slots[number])
                 yield fetches[number], runs, slots[number]
 
-    def _room(self, peer: int, waiting: Iterable[tuple[Fetch, Run]]) -> int:
-        """Count the slots that a peer may have now; few large transfers cost less than many."""
+    def _room(self, peer: int, waiting: Sequence[tuple[Fetch, Run]]) -> int:
+        """Count the slots that a peer may have now; few large transfers cost less than many.
+
+        It waits for more of them only where some are freed soon: not while all that is under way
+        is still to be written by the peer, or is of other fetches.
+        """
         share, batch = max(1, self._landing.count * 3 // 4), max(1, self._landing.count // 4)
-        used = self._used[peer]
+        left = max(0, share - self._used[peer])
+        if not waiting or left >= batch:
+            return left
+        fetch = waiting[0][0]
+        soon = bytes((LANDED,)) if fetch.push else bytes((MOVING, LANDED))
         wanted = sum(end - first for _, (first, end) in waiting)
-        enough = not used or share - used >= min(batch, wanted)
-        return max(0, share - used) if enough else 0
+        return 0 if fetch.states.have(soon) and left < wanted else left
 
     def left(self, peer: int, count: int) -> None:
         """A peer uses some slots less."""

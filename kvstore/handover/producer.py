@@ -364,28 +364,27 @@ class Producer:
             room -= pinned
             if pinned:
                 continue
+            if source.manager.index.get(job.keys[job.awaited[0]]) is not None:
+                break  # is being written, or brought up
             first = islice(job.awaited, min(room, LEADING_MAX))
             keys = [job.keys[position] for position in first]
-            entries = source.manager.index.find(keys)
-            if entries[0] is not None:
-                break  # is being written, or brought up
             found, tier, alike = source.tiering.leading(keys, 0)
+            entries = source.manager.index.find(keys[1:alike])
+            alike = next((n for n, entry in enumerate(entries, 1) if entry is not None), alike)
             if tier is not None and found is LookupResult.HIT:
-                here = (at for at, entry in enumerate(entries) if entry is not None)
-                alike = min(alike, next(here, alike))
                 staged = below.setdefault(tier.name, (tier, []))[1]
                 staged += [job.awaited.popleft() for _ in range(alike)]
                 room -= alike
                 continue
-            position, key = job.awaited[0], keys[0]
             if self.request_leases.computes(job.request, job.source.manager):
                 break  # they come in order
-            if self.request_leases.may_come(job.request, job.source.manager, key):
-                late.append(position)  # or never: a window may have left it before it had a slot
-            else:
-                self.counts["gone"] += 1
-                self._done(job, (position, position + 1))
-            job.awaited.popleft()
+            for key in keys[:alike]:
+                position = job.awaited.popleft()
+                if self.request_leases.may_come(job.request, job.source.manager, key):
+                    late.append(position)  # or never: a window may have left it without a slot
+                else:
+                    self.counts["gone"] += 1
+                    self._done(job, (position, position + 1))
         job.awaited.extendleft(reversed(late))
         for tier, positions in below.values():
             self.held.stage(job, tier, positions)

@@ -98,7 +98,7 @@ class HeapPool(CpuMemory):
         self.capacity_bytes = extents * self.extent_bytes
         self.used_bytes_max = 0
         self.fail: Exception | None = None
-        self.released: list[CpuExtent] = []
+        self.released: list[int] = []  # bytes of each; the extent kept would be a leak
         self._wanted: list[tuple[str, int]] = []
 
     def request(self, tag: str, slot_bytes: int) -> bool:
@@ -117,7 +117,7 @@ class HeapPool(CpuMemory):
         return [(tag, HeapExtent(self.extent_bytes, size)) for tag, size in wanted]
 
     def release(self, extent: CpuExtent) -> None:
-        self.released.append(extent)
+        self.released.append(extent.bytes)
         self.used_bytes -= self.extent_bytes
 
     def close(self) -> None:
