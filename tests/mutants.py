@@ -428,7 +428,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if waited_for and now_ns - self.arrived_ns < limit_ns:",
             "if waited_for:",
         ),
-        ("export -k B19_a_peer", "if not self.states.are(run, CHECKED):"),
+        ("export -k B19_a_peer", "if any(self.states.within(run, UNASKED)):"),
         (
             "export_turns -k one_message",
             "self.released |= settled.end != m.LEASE_OVER",

@@ -52,6 +52,34 @@ def test_a_hand_over_ends_with_one_message_each_way(push: bool) -> None:
     pair.check_nothing_left()
 
 
+def test_B19_an_answer_to_what_was_given_up_meanwhile_is_no_fault_of_the_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clear ends the block that was checked; the copy of the other is still under way."""
+    pair, chain = stored(2)
+    late, take = list[framing.Message](), pair.down.take
+    pair.down.take = lambda said: late.append(said) if isinstance(said, m.Settled) else take(said)
+    check = pair.moves.check
+
+    def first_alone(
+        part: Part, namespace: str, keys: Any, sums: Any, there: Any, here: Any
+    ) -> None:
+        one = slice(0, 1)
+        check(part.cut(one), namespace, keys[one], sums[one], there.cut(one), here.cut(one))
+
+    monkeypatch.setattr(pair.moves, "check", first_alone)
+    number = pair.want(chain)
+    pair.decode.ask(chain)
+    pair.run(40)
+    states = pair.consumer._fetches[number].states
+    assert [states[0], states[1]] == [moves.CHECKED, moves.LANDED]
+    pair.consumer.clear()
+    (answer,) = late
+    take(answer)
+    assert [states[0], states[1]] == [moves.DONE, moves.LANDED]
+    assert pair.consumer.counts["fetched"] == 0
+
+
 def test_B19_an_answer_that_comes_late_makes_no_slot_valid() -> None:
     """The slots that the blocks were to fill have other blocks by then."""
     pair, chain = stored(2)

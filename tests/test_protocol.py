@@ -145,7 +145,6 @@ NO_MESSAGES = [
     b"\x92\xa5Query\xa2\xff\xfe",  # not UTF-8
     b"\x92\xa4Step\xdd\xff\xff\xff\xff",  # says four thousand million lookups
     DEEP,
-    DEEP_AFTER_LIMIT,
     hello_with(groups=[]),
     hello_with(blocks_per_chunk=[1, 1]),
     hello_with(groups=[{"rule": {"trailing": -5}, "layers": []}]),

@@ -34,6 +34,7 @@ TIERS = ("cpu", "nvme", "prefill", ENGINE)  # of a peer's, and how they are coun
 
 UNCLAIMED = bytes((WANTED, OFFERED))
 OPEN = bytes(range(DONE))
+UNASKED = bytes(set(OPEN) - {CHECKED})  # no answer says anything of them
 LANDING = bytes((LANDED, CHECKED))
 PULLED = bytes((MOVING, LANDED, CHECKED))
 FAILS = bytes(set(OPEN) - {LANDED})  # at once; a copy into a slot of ours ends first
@@ -146,17 +147,16 @@ class Fetch(Move):
         positions = m.positions_of(settled.valid, len(self.keys))
         again = m.positions_of(settled.again, len(self.keys))
         for run in (*runs_of(positions), *runs_of(again)):
-            if not self.states.are(run, CHECKED):
+            if any(self.states.within(run, UNASKED)):
                 raise ProtocolError(f"positions {run[0]} to {run[1] - 1} were not all confirmed")
-        for run in runs_of(again):  # the peer sends their places anew
+        for run in self.in_state(again, CHECKED):  # the peer sends their places anew
             self.states.put(run, CLAIMED)
             for position in range(*run):
                 self.residents.pop(position, None)
-        self.fetched.events["fetched"] += len(positions)
-        for run in runs_of(positions):
+        for run in self.in_state(positions, CHECKED):  # others were given up meanwhile
+            self.fetched.events["fetched"] += run[1] - run[0]
             self.fetched.blocks.update(self.count_tiers(run))
-            for part in self.states.within(run, bytes((CHECKED,))):
-                self.done(part, ok=True)
+            self.done(run, ok=True)
 
     def _computing(self, now_ns: int, limit_ns: int) -> None:
         """Wait for a peer that computes, up to a limit: its engine may hang."""
