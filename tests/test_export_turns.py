@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from kvstore.core.types import BlockKey
 from kvstore.handover import moves
 from kvstore.handover.consumer import STALL_NS
 from kvstore.handover.runs import Part, Places
+from kvstore.handover.transfers import Slots
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness import handover_pair
@@ -62,7 +65,12 @@ def test_B19_an_answer_to_what_was_given_up_meanwhile_is_no_fault_of_the_peer(
     check = pair.moves.check
 
     def first_alone(
-        part: Part, namespace: str, keys: Any, sums: Any, there: Any, here: Any
+        part: Part,
+        namespace: str,
+        keys: Sequence[BlockKey],
+        sums: Sequence[int],
+        there: Slots,
+        here: Slots,
     ) -> None:
         one = slice(0, 1)
         check(part.cut(one), namespace, keys[one], sums[one], there.cut(one), here.cut(one))
