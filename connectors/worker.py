@@ -25,7 +25,7 @@ from connectors.copies.host import Device, LayerCache, MappedExtent, device_of
 from connectors.step_meta import StepMeta, StoreJob
 from connectors.store_connection import Attacher, Link, LinkLost
 from connectors.worker_copies import Copies, LoadTask, Session, StoreTask
-from kvstore.core.errors import NotSupported, TierError
+from kvstore.core.errors import NotSupported, TierError, TierFull
 from kvstore.core.layout import RankGeometry, RankLayout
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -249,14 +249,18 @@ class WorkerHalf:
 
     def _map(self, session: Session, message: p.Extent) -> None:
         """Map an extent, pin it, and say that its slots can be used."""
-        extent = MappedExtent(
-            session.link.take_fd(),
-            message.first,
-            message.count,
-            message.slot_bytes,
-            message.bytes,
-            message.generations_offset,
-        )
+        fd = session.link.take_fd()
+        try:
+            extent = MappedExtent(
+                fd,
+                message.first,
+                message.count,
+                message.slot_bytes,
+                message.bytes,
+                message.generations_offset,
+            )
+        except (OSError, ValueError) as exc:
+            raise TierFull(f"{message.bytes} bytes of the store cannot be mapped: {exc}") from exc
         self._device.pin(extent, self._attacher.stop.is_set)
         session.slots.add(message.extent, extent)
         self._attacher.refusals.attached()

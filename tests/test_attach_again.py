@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import socket
 import threading
 import time
@@ -13,6 +15,8 @@ from time import monotonic_ns
 import pytest
 
 from connectors import store_connection as links
+from connectors import worker
+from connectors.copies.host import MappedExtent
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher, Refusals
@@ -151,6 +155,26 @@ def test_O22_an_engine_that_was_refused_attaches_once_it_may(
         assert len(rig.ask([b"%032d" % n for n in range(2)]).hits[0]) == 2
     assert said(caplog, logging.ERROR, OLD) == 2, "each half says it once"
     assert said(caplog, logging.INFO, "attached again after") == 2
+
+
+def test_O22_a_worker_that_cannot_map_the_stores_memory_tries_again(
+    config: Config, rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = list[int]()
+
+    def short_of_memory(fd: int, first: int, count: int, *rest: int) -> MappedExtent:
+        if refused:
+            return MappedExtent(fd, first, count, *rest)
+        refused.append(fd)
+        os.close(fd)
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(worker, "MappedExtent", short_of_memory)
+    with LiveStore(config):
+        rig.attach()
+        rig.put([b"%032d" % n for n in range(2)], (1, 2))
+    assert refused
+    assert said(caplog, logging.ERROR, "cannot be mapped: [Errno 12] Cannot allocate memory") == 1
 
 
 def test_O22_the_first_request_after_an_idle_engines_store_came_back_is_asked_about(
