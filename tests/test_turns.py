@@ -196,7 +196,8 @@ def test_L1_peers_have_each_turn_while_a_request_is_held_for_them(
         asked.clear()
         for _ in range(100):
             live.ask(hashes(1), memory_only=True)
-        assert asked["Peers.poll"] >= asked["Server._turn"] - 1 >= 99
+        # The first turn may have begun before it was counted, and the last have not ended yet.
+        assert asked["Peers.poll"] >= asked["Server._turn"] - 1 >= 97
 
 
 def test_a_log_that_left_nothing_out_asks_no_clock() -> None:
