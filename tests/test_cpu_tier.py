@@ -89,7 +89,7 @@ def test_slots_and_generations_lie_side_by_side_and_fit(extent: CpuExtent) -> No
     assert extent.generations_offset + 4 * extent.count <= extent.bytes
     for position in range(extent.count):
         extent.slot(position)[:] = bytes([position + 1]) * SLOT_BYTES
-        extent.set_generation(position, 1000 + position)
+        extent.generations[position] = 1000 + position
     with mmap.mmap(extent.fd, extent.bytes) as seen, memoryview(seen) as view:
         for position in range(extent.count):
             start = position * SLOT_BYTES

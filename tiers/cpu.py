@@ -95,10 +95,6 @@ class CpuExtent:
         start = position * self.slot_bytes
         return self._view[start : start + self.slot_bytes]
 
-    def set_generation(self, position: int, value: int) -> None:
-        """Publish a slot's generation."""
-        self.generations[position] = value
-
     def nodes(self) -> dict[int, int]:
         """Count some of its pages by NUMA node. Raises OSError where the system does not tell."""
         address = np.frombuffer(self._map, np.uint8).ctypes.data

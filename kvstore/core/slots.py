@@ -1,7 +1,7 @@
 """The slots of one namespace: which are empty, which are on credit, and which are to go for good.
 
-A slot that is none of these holds a block. A slot's generation grows with each grant, so whoever
-read a slot after its lease can tell.
+Any other slot holds a block. A slot's generation grows with each grant: a reader whose lease has
+ended finds another one.
 """
 
 from __future__ import annotations

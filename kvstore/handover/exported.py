@@ -16,10 +16,9 @@ from tiers.nixl import messages as nixl
 
 
 class ExportedMemory:
-    """Extents of slots, as workers are told of them, and how peers reach them.
+    """Extents of slots in the exporter, and the regions by which peers reach them.
 
-    The store waits for all to map or unmap an extent: settled lists those that it does not wait for
-    the exporter to map, or that are unmapped.
+    settled: extents for which the store need not wait: just exported, or unmapped.
     """
 
     def __init__(self, transfers: Transfers) -> None:
@@ -31,7 +30,7 @@ class ExportedMemory:
         self._regions: dict[int, m.Region] = {}
 
     def change(self, message: Message, fd: int | None) -> None:
-        """Do with an extent what workers are told to do."""
+        """Export a new extent, or stop exporting one, as the message to workers says."""
         if isinstance(message, Extent) and fd is not None:
             self._transfers.export(message.extent, fd, message.count * message.slot_bytes)
             self._slots[message.extent] = message.count
@@ -42,7 +41,7 @@ class ExportedMemory:
             self._transfers.unexport(message.extent)
 
     def introduce(self) -> OwnExporter | None:
-        """Name our exporter, which somebody needs now; None while there is none."""
+        """Start our exporter if it does not run, and return it; None until it runs."""
         self._transfers.exporter.wake()
         up = self.up
         return None if up is None else OwnExporter(up.name, up.metadata, self._regions)

@@ -3,8 +3,8 @@
     dialled --something is wanted, our exporter runs: Hello--> greeted --Welcome--> welcome
                                                                   +--Starting--> starting --^
 
-What is wanted waits until a peer is welcome; requests are spoken of by name at any time. Whoever
-may send a request may name any address: links are limited, and the one unused longest makes room.
+A Want waits until its link is welcome; Keep and Done need no Hello. A user's request may name any
+address, so the number of links is limited; the link that was unused longest is closed first.
 """
 
 from __future__ import annotations

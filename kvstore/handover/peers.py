@@ -8,8 +8,8 @@
 Calls go along the arrows. Messages and lost connections come back from Channel to Peers, which
 passes them on to whom they are for; so do the ends of transfers, from Transfers.poll().
 
-When the exporter is started again, it has another name and memory: all connections end, and whoever
-still wants something says Hello again.
+When the exporter is started again, it has another name and memory: all connections end, and a peer
+with an open request sends Hello again.
 """
 
 from __future__ import annotations

@@ -569,7 +569,7 @@ class PeerAgents:
     """
 
     def __init__(self, exporter: supervisor.Exporter) -> None:
-        """exporter: passes what it is told to each process that it starts."""
+        """exporter: learns of each peer, and names all of them to each process it starts."""
         self._exporter = exporter
         self._named: dict[int, list[str]] = {}  # by connection; the first is its exporter
         self._users: dict[str, set[int]] = {}  # their connections; longest unused first

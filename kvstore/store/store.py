@@ -58,7 +58,7 @@ class Store:
 
         disk: what all NVMe tiers of make_tiers share. peers: other stores.
         first_session: sessions are numbered from here. It differs between store processes, so
-        that work left over from another store's session is told apart.
+        that work of another store's session is recognised.
         """
         self.numbers = Numbers()
         self._engine = config.engine

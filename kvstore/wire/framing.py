@@ -124,9 +124,9 @@ def decoded(decoder: msgspec.msgpack.Decoder[Message], body: bytes, protocol: st
 
 
 def _found(body: bytes, path: Sequence[int]) -> float | None:
-    """Return the number at a place of a message, or the length of what is there.
+    """Return the number at a place of a message, or the length of the value there.
 
-    None: it is not found without making much of what somebody sent.
+    None: the place is not found, or only by decoding a large part of the message.
     """
     raw: bytes | msgspec.Raw = body
     try:

@@ -19,7 +19,7 @@ Settle says how a consumer stands with a job, and Settled how its producer does:
     Settle    arrived, with the right sum; unread, in an engine's memory; and for how long it wants
               the rest: the heartbeat. 0: it reads no more
     Settled   valid: of the arrived, those whose lease held, which are unpinned. again: overwritten
-              in the engine's memory, or unread, and told once more. computing: the request that is
+              in the engine's memory, or unread: a Have follows. computing: the request that is
               waited for still runs. end: nothing more comes
 
 A consumer may use a block once it is valid, and not before. A Settle is judged by the lease that
@@ -146,7 +146,7 @@ class Settle(Message, frozen=True):
     """Ask whether the lease held until now, and extend it, or end it with lease_ms 0.
 
     arrived: positions, with the right sums. unread: positions that could not be read in an engine's
-    memory; they are told once more.
+    memory; a Have names them once more.
     """
 
     job: int
@@ -231,7 +231,7 @@ class Settled(Message, frozen=True):
     """The answer to Settle, or an end.
 
     valid: the lease held when these arrived. again: of these the engine's memory has other content
-    by now, or could not be read; they are told once more. computing: the job's request runs, and
+    by now, or could not be read; a Have follows. computing: the job's request runs, and
     what is not there yet is computed. end: nothing more comes: "all", or why not; empty: it goes
     on. Nothing is written any more either, but for MAY_BE_WRITTEN; after LEASE_OVER another end
     follows.

@@ -81,9 +81,6 @@ class HeapExtent(CpuExtent):
         start = position * self.slot_bytes
         return self.data[start : start + self.slot_bytes]
 
-    def set_generation(self, position: int, value: int) -> None:
-        self.generations[position] = value
-
     def close(self) -> None:
         """Nothing is to be given back."""
 
