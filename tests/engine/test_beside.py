@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.engine.support import (
     Trouble,
     attach,
     broken,
+    eventually,
     forget,
     grown,
     numbers,
@@ -145,6 +147,11 @@ def test_B10_beside_a_connector_that_hands_over_prompts_are_its_own_and_blocks_o
     """Two children that both hand over a request end a MultiConnector's engine."""
     tokens = prompt(990, 300)
     whole = Request(id="whole", tokens=tokens)
+
+    def has_it(store: StoreProcess) -> bool:
+        stored = numbers(store.address).get("kvstore_stored_blocks{stored}", 0)
+        return stored >= len(tokens) // ENGINE_BLOCK
+
     expected = plain("llama_s").run([whole], max_tokens=TOKENS_OUT)
     folders = [tmp_path / name for name in "pd"]
     for folder in folders:
@@ -166,9 +173,10 @@ def test_B10_beside_a_connector_that_hands_over_prompts_are_its_own_and_blocks_o
                 second = Request(id="whole", tokens=tokens, kv_transfer_params=params)
                 assert_same(expected, decode.run([second], max_tokens=TOKENS_OUT))
                 assert decode.metrics()["external_prefix_cache_hits"] == len(tokens)  # by its count
-                for engine in (prefill, decode):
+                for engine, store in ((prefill, left), (decode, right)):
                     engine.go_idle()
                     forget(engine)
+                    eventually(partial(has_it, store))
                     (again,) = engine.run([whole], max_tokens=TOKENS_OUT)
                     assert again.cached_tokens == servable(len(tokens))
                     assert_same(expected, [again])
