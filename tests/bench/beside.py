@@ -29,8 +29,8 @@ WHICH = (
 )
 SLOWER = 1.05  # and more, even at the lower end of the interval: this tree is slower
 
-Rows = dict[tuple[str, ...], tuple[float, bool]]
-"""By name and parameters: the value, and whether higher ones are better."""
+Rows = dict[tuple[str, ...], tuple[list[float], bool]]
+"""By name and parameters: the rounds' values, and whether higher ones are better."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,7 +83,9 @@ def run(folder: Path, command: str, arguments: list[str]) -> Rows:
     if ended.returncode:
         raise KVStoreError(f"{shlex.join(whole)} ended with {ended.returncode}: {ended.stderr}")
     found = json.loads(ended.stdout)["results"]
-    return {_name(row): (row["value"], row["better"] == "higher") for row in found}
+    return {
+        _name(row): (row.get("values", [row["value"]]), row["better"] == "higher") for row in found
+    }
 
 
 def _name(row: dict[str, Any]) -> tuple[str, ...]:
@@ -92,12 +94,13 @@ def _name(row: dict[str, Any]) -> tuple[str, ...]:
 
 def compared(this: list[Rows], other: list[Rows]) -> list[dict[str, Any]]:
     """Return one row for each result that both trees have in every run."""
+    trees = this, other
     names = set.intersection(*(set(rows) for rows in (*this, *other)))
     found = []
     for name in (name for name in this[0] if name in names):
-        ours, theirs = ([rows[name][0] for rows in runs] for runs in (this, other))
-        if not all((*ours, *theirs)):
-            continue
+        ours, theirs = ([value for rows in runs for value in rows[name][0]] for runs in trees)
+        if len(ours) != len(theirs) or not all((*ours, *theirs)):
+            continue  # rounds of a case that one tree has twice, or nothing was measured
         higher_is_better = this[0][name][1]
         ratio = paired_ratio(theirs, ours) if higher_is_better else paired_ratio(ours, theirs)
         values = {"this": statistics.median(ours), "other": statistics.median(theirs)}

@@ -30,7 +30,7 @@ from typing import Any
 from kvstore.core.errors import KVStoreError
 from tests.bench.engine import Engine, Request, tiered
 from tests.bench.models import make_model, prompt
-from tests.bench.report import Result, compared, in_turn, progress
+from tests.bench.report import Result, compared, in_turn, measured, progress
 from tests.bench.steal import undisturbed
 from tests.bench.store import StoreProcess, free_port
 from tests.bench.ttft import COLD, PROMPT_TOKENS, REUSABLE, WARM_UP_ROUNDS, Times
@@ -201,6 +201,6 @@ def _result(
         "pairs": len(values),
     }
     if others is None:
-        return Result(name, statistics.median(values) * 1000, "ms", parameters=parameters)
+        return measured(name, values, "ms", parameters)
     parameters["transport"] = "tcp" if system == INTO_ENGINE else "shared memory"
     return compared(name, values, others, "ms", against, parameters)

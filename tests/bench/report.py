@@ -26,6 +26,7 @@ IN_OTHER_COLUMNS = ("against", "difference_ms", "ratio_low", "ratio_high")
 IN_JSON_ONLY = (
     *("value_low", "value_high", "reference_low", "reference_high"),
     "cpu_us_by_process",
+    "values",
 )
 
 
@@ -94,15 +95,20 @@ def compared(
     parameters: Mapping[str, object],
 ) -> Result:
     """Make a result of rounds that were measured in pairs, in seconds or bytes per second."""
-    ratio, scale = paired_ratio(values, others), SCALES[unit]
+    ratio = paired_ratio(values, others)
     interval = {"ratio_low": round(ratio.low, 4), "ratio_high": round(ratio.high, 4)}
+    alone = measured(name, values, unit, {**parameters, "against": against, **interval})
+    reference = statistics.median(others) * SCALES[unit]
+    return msgspec.structs.replace(alone, reference=reference, ratio=ratio.median)
+
+
+def measured(
+    name: str, values: Sequence[float], unit: str, parameters: Mapping[str, object]
+) -> Result:
+    """Make a result of rounds, in seconds or bytes per second; JSON has each of them."""
+    rounds = [value * SCALES[unit] for value in values]
     return Result(
-        name,
-        statistics.median(values) * scale,
-        unit,
-        reference=statistics.median(others) * scale,
-        parameters={**parameters, "against": against, **interval},
-        ratio=ratio.median,
+        name, statistics.median(rounds), unit, parameters={**parameters, "values": rounds}
     )
 
 

@@ -24,7 +24,7 @@ from kvstore.store import admin
 from tests.bench.engine import Engine, Request, tiered
 from tests.bench.models import make_model, prompt
 from tests.bench.native import native_config
-from tests.bench.report import Result, compared, in_turn, progress
+from tests.bench.report import Result, compared, in_turn, measured, progress
 from tests.bench.store import StoreProcess, numbers
 
 PAIRS = 15
@@ -183,7 +183,7 @@ def results(times: Times) -> list[Result]:
             "pairs": len(values),
         }
         if reference is None:
-            found.append(Result(name, statistics.median(values) * 1000, "ms", parameters=how))
+            found.append(measured(name, values, "ms", how))
             continue
         others = times[reference]
         against = " ".join(reference) if reference[0] != name else reference[1]
