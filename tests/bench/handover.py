@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
