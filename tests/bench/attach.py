@@ -43,6 +43,7 @@ ARRIVING_TOKENS_PER_STEP = 256
 PROMPT_TOKENS = (1024, 8192, 65536)
 CAPACITY = "256MiB"
 ANSWER_S = 5.0
+WAIT_STEPS = 10  # that a prompt stays for, so that all of it finds slots
 _NAMES = [f"request {number}" for number in range(IN_FLIGHT)]
 _BY_NAME = {name: [number] for number, name in enumerate(_NAMES)}
 
@@ -76,7 +77,7 @@ def _lookups(store: StoreProcess, rounds: int) -> list[Result]:
     with BenchEngine(store.address, 2 * RESIDENT_BLOCKS, requests_max=8) as engine:
         prompts = [engine.new_hashes(prompt_tokens) for _ in range(count)]
         for number, hashes in enumerate(prompts):
-            engine.add(Request(f"fill {number}", list(hashes), output_tokens=1))
+            engine.add(Request(f"fill {number}", list(hashes), output_tokens=WAIT_STEPS))
         while engine.busy:
             engine.step()
         stored = _settled(engine, store, count * LOOKUP_KEYS)

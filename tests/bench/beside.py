@@ -1,6 +1,6 @@
 """This tree beside another one: whole runs of one benchmark in turn, compared in pairs.
 
-    python -m tests.bench.beside export ../old "kvstore bench" --runs 15 -- --pairs 1
+    python -m tests.bench.beside export ../old "kvstore bench" --runs 3 --more="--pairs 5"
 
 Both trees are run with their own environment, in their own folder. Nothing else may run meanwhile.
 """
@@ -40,10 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
     runs: dict[str, list[Rows]] = defaultdict(list)
     try:
         with progress(chosen.runs * len(trees)) as tell:
-            for number in range(chosen.runs):
+            for number in range(chosen.runs):  # the tree that began a pair ends the next one
                 for tree in sorted(trees, reverse=bool(number % 2)):
                     tell(f"run {number + 1} of {chosen.runs}: {tree} tree", 0)
-                    runs[tree].append(run(*trees[tree], [chosen.name, *chosen.more]))
+                    runs[tree].append(run(*trees[tree], [chosen.name, *shlex.split(chosen.more)]))
                     tell()
     except KVStoreError as exc:
         print(f"tests.bench.beside: error: {exc}", file=sys.stderr)
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("command", nargs="?", default=OURS, help=f"its command (default: {OURS})")
     made.add_argument("--runs", type=int, default=15, help="of each tree (default: 15)")
     made.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    made.add_argument("more", nargs="*", help="after --: arguments of both benchmarks")
+    made.add_argument("--more", default="", help="arguments of both trees' benchmarks")
     return made
 
 
