@@ -563,7 +563,8 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "connectors/store_client.py": (
-        ("scheduler_edges -k O8_no_set", "if len(known) >= SET_KEYS_MAX:"),
+        ("scheduler_edges -k O8_no_set", "if len(self._newer) >= KNOWN_MAX:"),
+        ("scheduler_edges -k O8_no_set", "self._forgotten.pop()"),
     ),
 }
 

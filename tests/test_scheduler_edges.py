@@ -11,7 +11,7 @@ import pytest
 from connectors import store_client
 from connectors.engine_interface import Geometry
 from connectors.request_lookups import LOADING_LIMIT_NS
-from connectors.store_client import SET_KEYS_MAX, SETS, KnownKeys
+from connectors.store_client import FORGOTTEN_PER_KEY, KNOWN_MAX, KnownKeys
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -128,12 +128,12 @@ def test_O13_every_block_of_a_copy_is_fenced_until_all_ranks_have_ended(
 
 
 def test_O11_of_what_is_ready_the_latest_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_client, "SETS", 1)
-    monkeypatch.setattr(store_client, "SET_KEYS_MAX", 4)
+    monkeypatch.setattr(store_client, "KNOWN_MAX", 4)
     script, request = running(10 * BLOCK)
     keys = [script.key(request, index) for index in range(10)]
-    script.changed(added=keys[:8])
-    script.client.receive()
+    for key in keys[:8]:
+        script.changed(added=[key])
+        script.client.receive()
     assert [key in script.client.known for key in keys] == [False] * 4 + [True] * 4 + [False] * 2
     script.changed(removed=keys[5:6])
     table = [list(range(1, 11))]
@@ -142,14 +142,16 @@ def test_O11_of_what_is_ready_the_latest_is_remembered(monkeypatch: pytest.Monke
 
 
 def test_O8_no_set_of_known_keys_is_large() -> None:
-    """A step pays for the growth of a set, or for its end."""
-    known, count = KnownKeys(), 3 * SETS * SET_KEYS_MAX
-    keys = hashes(count)
-    known.add(keys)
-    sizes = [len(part) for part in (*known._newer, *known._older)]
-    assert max(sizes) <= SET_KEYS_MAX
-    assert sum(sizes) >= SETS * SET_KEYS_MAX, "as many are remembered"
-    assert all(key in known for key in keys[-SETS * SET_KEYS_MAX // 2 :])
+    """A step pays for the growth of a set, and for its end."""
+    known, keys, forgotten = KnownKeys(), hashes(4 * KNOWN_MAX), 0
+    for end in range(100, len(keys) + 1, 100):
+        left = len(known._forgotten)
+        known.add(keys[end - 100 : end])
+        forgotten += max(0, left - len(known._forgotten))
+        assert left - len(known._forgotten) <= FORGOTTEN_PER_KEY * 100
+        assert len(known._newer) < KNOWN_MAX
+        assert all(key in known for key in keys[max(0, end - KNOWN_MAX) : end : 500])
+    assert forgotten >= KNOWN_MAX
     assert known.all_of(keys[-100:])
     assert not known.all_of([*keys[-100:], keys[0]])
     assert known.none_of(keys[:100])
