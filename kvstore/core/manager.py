@@ -150,7 +150,7 @@ class Manager:
             granted[entry.slot] = (key, parent)
             entry.slot = slot
         entry.state = _READY
-        self._became_ready((entry,))
+        self._became_ready(entry, None)
         return outcome
 
     def _above(self, entry: Entry | None, parent: BlockKey | None) -> Entry | None:
@@ -221,20 +221,18 @@ class Manager:
             self._policy.freed(entry.parent)
             outcomes.append(StoreOutcome.ORPHAN if at < done else StoreOutcome.FAILED)
         self.slots.age([entry.slot for entry in ready], 1)
-        self._became_ready(ready)
+        for entry, below in zip_longest(ready, ready[1:]):
+            self._became_ready(entry, below)
         return outcomes
 
-    def _became_ready(self, entries: Sequence[Entry]) -> None:
-        """Blocks can be read now, those of a path in its order."""
-        for entry, below in zip_longest(entries, entries[1:]):
-            # The next one stands for it, or will with its own last pin.
-            if not entry.pins and (below is None or below.parent is not entry):
-                self._policy.touch(entry)
-        self._changes.added += [entry.key for entry in entries]
-        if retiring := self.slots.retiring:
-            for entry in entries:
-                if entry.slot in retiring:
-                    self.drop(entry.key, "resize")
+    def _became_ready(self, entry: Entry, below: Entry | None) -> None:
+        """A block can be read now. below: the one that becomes ready next, if any does."""
+        # A next one of its path stands for it, or will with its own last pin.
+        if not entry.pins and (below is None or below.parent is not entry):
+            self._policy.touch(entry)
+        self._changes.added.append(entry.key)
+        if entry.slot in self.slots.retiring:
+            self.drop(entry.key, "resize")
 
     # Looking up and loading
 

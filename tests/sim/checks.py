@@ -111,9 +111,9 @@ class Checks:
         manager = namespace.manager
         became_ready = manager._became_ready
 
-        def checked(entries: Sequence[Entry]) -> None:
-            self.check_bytes(namespace, entries)
-            became_ready(entries)
+        def checked(entry: Entry, below: Entry | None) -> None:
+            self.check_bytes(namespace, (entry,))
+            became_ready(entry, below)
 
         manager._became_ready = checked  # type: ignore[method-assign]
 
