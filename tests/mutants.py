@@ -365,7 +365,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("tiering -k O11_O20", "and entry.state is not _WRITING:", "and entry.state is _READY:"),
         (
             "manager",
-            "if entry.slot in retiring:",
+            "if entry.slot in self.slots.retiring:",
             "if False:",
         ),
         (
