@@ -26,6 +26,7 @@ from kvstore.store.tier_guard import find_class
 from kvstore.wire import engine
 from tests import rooms
 from tests.bench import __main__ as bench
+from tests.bench import beside
 from tests.bench.report import Result, as_json
 from tests.harness.pages import NAMES, ROOT, shown, text, write_modules
 
@@ -105,6 +106,8 @@ def test_commands_exist(block: str) -> None:
             assert set(line[1:]) <= targets
         elif line[:3] == ["python", "-m", "tests.bench"]:
             bench.parser().parse_args(line[3:])
+        elif line[:3] == ["python", "-m", "tests.bench.beside"]:
+            beside.parser().parse_args(line[3:])
         elif line[:2] == ["python", "-m"]:
             assert line[2] in {"tests.demo", "tests.demo.router", "tests.rooms", "tests.rows"}
         else:

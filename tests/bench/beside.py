@@ -3,6 +3,7 @@
     python -m tests.bench.beside export ../old "kvstore bench" --runs 3 --more="--pairs 5"
 
 Both trees are run with their own environment, in their own folder. Nothing else may run meanwhile.
+With --keep FILE each run is added to a file, and a comparison that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ WHICH = (
 )
 SLOWER = 1.05  # and more, even at the lower end of the interval: this tree is slower
 
-Rows = dict[tuple[str, ...], tuple[list[float], bool]]
+Rows = dict[str, tuple[list[float], bool]]
 """By name and parameters: the rounds' values, and whether higher ones are better."""
 
 
@@ -38,13 +40,20 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser().parse_args(arguments)
     trees = {"this": (HERE, OURS), "other": (chosen.other.resolve(), chosen.command)}
     runs: dict[str, list[Rows]] = defaultdict(list)
+    kept = chosen.keep.read_text().splitlines() if chosen.keep and chosen.keep.exists() else []
     try:
         with progress(chosen.runs * len(trees)) as tell:
-            for number in range(chosen.runs):  # the tree that began a pair ends the next one
-                for tree in sorted(trees, reverse=bool(number % 2)):
-                    tell(f"run {number + 1} of {chosen.runs}: {tree} tree", 0)
-                    runs[tree].append(run(*trees[tree], [chosen.name, *shlex.split(chosen.more)]))
-                    tell()
+            for number, (pair, tree) in enumerate(_in_order(chosen.runs, sorted(trees))):
+                tell(f"run {pair + 1} of {chosen.runs}: {tree} tree", 0)
+                if number < len(kept):
+                    rows = json.loads(kept[number])
+                else:
+                    rows = run(*trees[tree], [chosen.name, *shlex.split(chosen.more)])
+                    if chosen.keep:
+                        with chosen.keep.open("a") as file:
+                            file.write(json.dumps(rows) + "\n")
+                runs[tree].append(rows)
+                tell()
     except KVStoreError as exc:
         print(f"tests.bench.beside: error: {exc}", file=sys.stderr)
         return 2
@@ -61,6 +70,13 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(row["low"] > SLOWER for row in rows))
 
 
+def _in_order(pairs: int, trees: list[str]) -> Iterator[tuple[int, str]]:
+    """Go through all runs: the tree that began a pair ends the next one."""
+    for pair in range(pairs):
+        for tree in sorted(trees, reverse=bool(pair % 2)):
+            yield pair, tree
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m tests.bench.beside", description=__doc__)
@@ -69,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("other", type=Path, help="folder of the other tree, with its .venv")
     made.add_argument("command", nargs="?", default=OURS, help=f"its command (default: {OURS})")
     made.add_argument("--runs", type=int, default=15, help="of each tree (default: 15)")
+    made.add_argument("--keep", type=Path, metavar="FILE", help="add each run to a file, and go on")
     made.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     made.add_argument("--more", default="", help="arguments of both trees' benchmarks")
     return made
@@ -88,8 +105,8 @@ def run(folder: Path, command: str, arguments: list[str]) -> Rows:
     }
 
 
-def _name(row: dict[str, Any]) -> tuple[str, ...]:
-    return row["name"], *(f"{key}={row[key]}" for key in WHICH if key in row)
+def _name(row: dict[str, Any]) -> str:
+    return " ".join([row["name"], *(f"{key}={row[key]}" for key in WHICH if key in row)])
 
 
 def compared(this: list[Rows], other: list[Rows]) -> list[dict[str, Any]]:
@@ -105,7 +122,7 @@ def compared(this: list[Rows], other: list[Rows]) -> list[dict[str, Any]]:
         ratio = paired_ratio(theirs, ours) if higher_is_better else paired_ratio(ours, theirs)
         values = {"this": statistics.median(ours), "other": statistics.median(theirs)}
         interval = {"slower": ratio.median, "low": ratio.low, "high": ratio.high}
-        found.append({"what": " ".join(name), **values, **interval})
+        found.append({"what": name, **values, **interval})
     return found
 
 

@@ -66,6 +66,7 @@ INTO = {"direct_push": "direct, pushed"}
 SIZES = {MIB // 2: "0.5 MiB", MIB: "1 MiB", 2 * MIB: "2 MiB", 4 * MIB: "4 MiB"}
 COUNTS = {10_000: "10,000 blocks", 100_000: "100,000 blocks", 1_000_000: "1,000,000 blocks"}
 HIT = "lookup_full_hit"
+IO = ("read", "write")
 PEERS = {"none": "no connector", "native": "vLLM's own offloading", "ours": "kvstore"}
 
 CHARTS = (
@@ -111,7 +112,7 @@ CHARTS = (
         "rate / fio's rate, with 90 % interval; dashed: the target, 0.9",
         tuple(
             Row(kind, label, {"name": kind, "block_bytes": size, "checksum": True})
-            for kind in ("read", "write")
+            for kind in IO
             for size, label in SIZES.items()
         ),
         field="ratio",
@@ -164,6 +165,22 @@ CHARTS = (
             ),
         ),
         log=True,
+    ),
+    Chart(
+        "beside",
+        "Time that this tree takes, of an older one's",
+        "time / the older tree's, with 90 % interval; dashed: equal",
+        tuple(
+            Row(of, label, {"of": of, "name": label})
+            for of, labels in (
+                ("attach", ("lookup of 256 keys", "scheduler step, p99")),
+                ("index", ("1,000 blocks, all here", "half here, edited", "nothing here")),
+                ("nvme", tuple(f"{way}, {size}" for way in IO for size in SIZES.values())),
+            )
+            for label in labels
+        ),
+        field="ratio",
+        mark=1.0,
     ),
 )
 
