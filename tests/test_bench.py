@@ -23,7 +23,7 @@ from connectors.copies.gpu.measure import Choice
 from kvstore.core.errors import KVStoreError, NotSupported
 from kvstore.units import KIB, MIB
 from tests.bench import __main__ as bench
-from tests.bench import charts, export, gpu, handover, index, nvme, raw_disk, steal
+from tests.bench import beside, charts, export, gpu, handover, index, nvme, raw_disk, steal
 from tests.bench.clock import Clock
 from tests.bench.raw_disk import filled
 from tests.bench.report import Result, as_json
@@ -501,3 +501,28 @@ def test_output_of_a_benchmark_is_taken_in_as_it_is() -> None:
     assert found["machine"] == "a machine"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])
     assert {"system": "ours", "name": "n", "value": 1.5}.items() <= found["results"][0].items()
+
+
+# Two trees
+
+
+def test_two_trees_are_compared_round_by_round_and_an_interrupted_comparison_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def run(folder: Path, _command: str, _arguments: list[str]) -> beside.Rows:
+        ran.append("this" if folder == beside.HERE else "other")
+        if len(ran) == 4:
+            raise KVStoreError("it ended with 1")
+        slow = 2.0 if ran[-1] == "this" else 1.0
+        return {"time": ([slow, 2 * slow], False), "rate": ([slow, 2 * slow], True)}
+
+    monkeypatch.setattr(beside, "run", run)
+    command = ["index", str(tmp_path), "--runs", "2", "--keep", str(tmp_path / "kept"), "--json"]
+    assert beside.main(command) == 2
+    assert "it ended with 1" in capsys.readouterr().err
+    assert beside.main(command) == 1, "this tree takes twice as long"
+    assert ran == ["other", "this", "this", "other", "other"]
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert [(row["what"], row["slower"]) for row in rows] == [("time", 2.0), ("rate", 0.5)]
