@@ -525,4 +525,6 @@ def test_two_trees_are_compared_round_by_round_and_an_interrupted_comparison_goe
     assert beside.main(command) == 1, "this tree takes twice as long"
     assert ran == ["other", "this", "this", "other", "other"]
     rows = json.loads(capsys.readouterr().out)["results"]
+    assert beside.main(["nvme", *command[1:]]) == 2
+    assert "found 'other tree: index', expected 'other tree: nvme'" in capsys.readouterr().err
     assert [(row["what"], row["slower"]) for row in rows] == [("time", 2.0), ("rate", 0.5)]

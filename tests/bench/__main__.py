@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     names = "; ".join(f"{name}: {text}" for name, (_, text) in BENCHES.items())
     made.add_argument("name", choices=BENCHES, help=names)
     made.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    made.add_argument("--pairs", type=_pairs, help="rounds to measure (default: each bench's own)")
+    made.add_argument("--pairs", type=pairs, help="rounds to measure (default: each bench's own)")
     made.add_argument(
         "--blocks",
         type=_counts,
@@ -93,7 +93,8 @@ def _run(chosen: argparse.Namespace) -> None:
     report.show(chosen.name, results, stolen=watch.share(), json=chosen.json)
 
 
-def _pairs(text: str) -> int:
+def pairs(text: str) -> int:
+    """Read a number of rounds."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
     return int(text)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.core.errors import KVStoreError
+from tests.bench.__main__ import pairs
 from tests.bench.report import paired_ratio, progress
 
 HERE = Path(__file__).parents[2]
@@ -45,14 +46,15 @@ def main(arguments: list[str] | None = None) -> int:
         with progress(chosen.runs * len(trees)) as tell:
             for number, (pair, tree) in enumerate(_in_order(chosen.runs, sorted(trees))):
                 tell(f"run {pair + 1} of {chosen.runs}: {tree} tree", 0)
+                what = f"{tree} tree: {chosen.name} {chosen.more}".strip()
                 if number < len(kept):
-                    rows = json.loads(kept[number])
+                    found = _kept(chosen.keep, kept[number], what)
                 else:
-                    rows = run(*trees[tree], [chosen.name, *shlex.split(chosen.more)])
+                    found = run(*trees[tree], [chosen.name, *shlex.split(chosen.more)])
                     if chosen.keep:
                         with chosen.keep.open("a") as file:
-                            file.write(json.dumps(rows) + "\n")
-                runs[tree].append(rows)
+                            file.write(json.dumps([what, found]) + "\n")
+                runs[tree].append(found)
                 tell()
     except KVStoreError as exc:
         print(f"tests.bench.beside: error: {exc}", file=sys.stderr)
@@ -70,6 +72,18 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(row["low"] > SLOWER for row in rows))
 
 
+def _kept(file: Path, line: str, expected: str) -> Rows:
+    """Read a run of an interrupted comparison. Raises KVStoreError for another one's."""
+    try:
+        what, rows = json.loads(line)
+    except ValueError:
+        what, rows = "no run", {}
+    if what != expected:
+        raise KVStoreError(f"{file}: found {what!r}, expected {expected!r}: name another file")
+    found: Rows = rows
+    return found
+
+
 def _in_order(pairs: int, trees: list[str]) -> Iterator[tuple[int, str]]:
     """Go through all runs: the tree that began a pair ends the next one."""
     for pair in range(pairs):
@@ -84,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("name", help="the benchmark")
     made.add_argument("other", type=Path, help="folder of the other tree, with its .venv")
     made.add_argument("command", nargs="?", default=OURS, help=f"its command (default: {OURS})")
-    made.add_argument("--runs", type=int, default=15, help="of each tree (default: 15)")
+    made.add_argument("--runs", type=pairs, default=15, help="of each tree (default: 15)")
     made.add_argument("--keep", type=Path, metavar="FILE", help="add each run to a file, and go on")
     made.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     made.add_argument("--more", default="", help="arguments of both trees' benchmarks")
@@ -95,6 +109,8 @@ def run(folder: Path, command: str, arguments: list[str]) -> Rows:
     """Run a tree's benchmark once. Raises KVStoreError if it fails."""
     program, *rest = shlex.split(command)
     whole = [str(folder / ".venv/bin" / program), *rest, *arguments, "--json"]
+    if not Path(whole[0]).exists():
+        raise KVStoreError(f"{whole[0]} is not there: run `make setup` in {folder}")
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ended = subprocess.run(whole, cwd=folder, env=own, capture_output=True, text=True, check=False)
     if ended.returncode:
