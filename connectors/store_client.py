@@ -35,7 +35,7 @@ of a million tokens that come at once are no message that it takes, nor fit into
 MEMORY, DISK = "memory", "disk"
 ALL = 1 << 62  # more blocks than a request can have
 _NOTHING = p.Step()
-KNOWN_MAX = 19_000  # a set of some more takes 0.4 ms to grow, this one 0.1 ms before
+KNOWN_MAX = 19_000  # at 19,660 keys a set grows for 0.3 ms, the time before, at 4,915, for 0.07
 FORGOTTEN_PER_KEY = 2  # so that all have gone before there are more to forget
 
 

@@ -184,7 +184,7 @@ def test_a_fetch_goes_on_once_a_quarter_of_the_landing_slots_is_free_again(
 def test_B14_a_push_does_not_wait_for_landing_slots_of_what_is_still_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """More than half of the slots are told to a peer whose engine has not written there yet."""
+    """A peer may hold more than half of the slots for blocks that its engine has not computed."""
     monkeypatch.setattr(handover_pair, "LANDING", 20)
     pair, computed, there = Pair(), hashes(12, "computed"), hashes(6, "there")
     pair.put(there)
