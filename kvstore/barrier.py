@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
 
 from kvstore.logs import RateLog
 
+T = TypeVar("T")
+
 
 class Ended:
-    """A `with` that ends what is raised in it, where ended(exc) says so.
+    """A `with` that ends what is raised in it, where ended(exc) says so; may be used again.
 
     A generator would cost each turn of the loop several microseconds more.
     """
@@ -48,6 +52,20 @@ class Barrier:
             return False
 
         return Ended(ended)
+
+    def each(
+        self,
+        things: Iterable[T],
+        do: Callable[[T], object],
+        cost: Callable[[T], object],
+        what: Callable[[T], str],
+    ) -> None:
+        """Call do(thing) for each; cost(thing) and what(thing): as in around(), after a bug."""
+        for thing in things:
+            try:
+                do(thing)
+            except Exception:  # noqa: BLE001 - as around() does, without a cost for each thing
+                self.met(what(thing), partial(cost, thing))
 
     def met(self, what: str, cost: Callable[[], object]) -> None:
         """Log the bug that is being handled, count it, and give up what it costs."""

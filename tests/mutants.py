@@ -53,8 +53,8 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("local_limits -k S2_what_raises", "except Exception:", "except ZeroDivisionError:"),
         (
             "local_limits -k S2_what_raises",
-            "with self._barrier.around(what, cost):",
-            "if what:",
+            "self._barrier.each(sessions, self._tick_session, self._end_of_bug, _turns_of)",
+            "for session in sessions:\n            self._tick_session(session)",
         ),
         (
             "local_limits -k S2_what_raises",

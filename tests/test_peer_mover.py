@@ -52,7 +52,7 @@ def woken(mover: Transfers, kind: type[Event]) -> list[Event]:
     """What polls bring until one of a kind comes; between them only descriptors are watched."""
     found: list[Event] = []
     while not any(isinstance(event, kind) for event in found):
-        ready, _, _ = select.select(list(mover.fds()), [], [], WAIT_S)
+        ready, _, _ = select.select(mover.fds(), [], [], WAIT_S)
         assert ready, "nobody was woken up"
         found += mover.poll(time.monotonic_ns())
     return [event for event in found if isinstance(event, kind)]
@@ -142,7 +142,7 @@ def test_what_has_arrived_on_the_side_channel_is_not_slept_over(mover: Transfers
         mover.poll(time.monotonic_ns())  # the exporter is starting, and nothing is known of it yet
         assert peers.wait_s(time.monotonic_ns()) != 0
         other.send(number, m.Settle(1, 0))
-        ready, _, _ = select.select(list(peers.fds()), [], [], WAIT_S)
+        ready, _, _ = select.select([peers], [], [], WAIT_S)
         assert ready
     finally:
         peers.channel.close()

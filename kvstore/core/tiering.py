@@ -91,6 +91,7 @@ class Tiering:
         """
         self.counts: Counter[tuple[str, str]] = Counter() if counts is None else counts
         self.tiers = tuple(tiers)
+        self._names = [tier.name for tier in tiers]
         self.sources = (*tiers, *remote)
         # Asked here once: it takes 5 us.
         self._ways = [(t, t if isinstance(t, Leading) else None) for t in self.sources]
@@ -132,7 +133,7 @@ class Tiering:
     @property
     def to_poll(self) -> bool:
         """Tell whether a job is under way whose end nobody announces: remote tiers do."""
-        return any(self._under_way[tier.name] for tier in self.tiers)
+        return any(map(self._under_way.get, self._names))
 
     @property
     def jobs_open(self) -> int:
@@ -357,15 +358,14 @@ class Tiering:
     def poll(self, now_ns: int) -> None:
         """Take finished jobs from all tiers, and start the next ones."""
         self._now_ns = now_ns
-        busy = {tier.name: bool(self._storing[tier.name]) for tier in self.tiers}
+        busy = [bool(self._storing.get(name)) for name in self._names]
         for tier in self.sources:
             for result in tier.poll():
                 self._finish(result)
-        for tier in self.tiers:
-            self._backlogs[tier.name].measure(
-                self._stored.pop(tier.name, 0), now_ns, busy=busy[tier.name]
-            )
-            self._pump(tier)
+        for name, tier, storing in zip(self._names, self.tiers, busy, strict=True):
+            self._backlogs[name].measure(self._stored.pop(name, 0), now_ns, busy=storing)
+            if self._queues[name]:
+                self._pump(tier)
 
     def _finish(self, result: JobResult) -> None:
         work = self._open.pop(result.job_id, None)

@@ -15,8 +15,10 @@ with an open request sends Hello again.
 from __future__ import annotations
 
 import logging
+import math
+import select
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -103,6 +105,9 @@ class Peers:
         self._closed = False
         self._swept_ns = 0
         self._quarantine = Quarantine()
+        self._epoll = select.epoll()
+        for fd in (self.channel.fileno(), *mover.fds()):
+            self._epoll.register(fd, select.EPOLLIN)
 
     def serve(
         self, namespaces: Mapping[str, Source], numbers: Numbers, send: Send = no_workers
@@ -252,21 +257,19 @@ class Peers:
 
     # Turns
 
-    def fds(self) -> Iterator[int]:
-        """Go through the descriptors that become readable when poll() has something to do."""
-        if not self.off:
-            yield from self.channel.fds()
-            yield from self._mover.fds()
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when poll() has something to do."""
+        return self._epoll.fileno()
 
-    def wait_s(self, now_ns: int) -> float | None:
-        """Return when to call poll() at the latest; None: when a descriptor says so."""
+    def wait_s(self, now_ns: int) -> float:
+        """Return when to call poll() at the latest; infinity: when the descriptor says so."""
         if self.exported.settled or (not self.off and self.channel.waiting):
             return 0.0
         if self.off:
-            return None
+            return math.inf
         wait_s = self._mover.exporter.wait_s(now_ns)
-        if self.producer.jobs or any(inlet.open for inlet in self._used.values()):
-            return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
+        if self.producer.jobs or (self._used and any(i.open for i in self._used.values())):
+            return min(BUSY_S, wait_s)
         return wait_s
 
     @property
@@ -311,7 +314,7 @@ class Peers:
         return found
 
     def close(self) -> None:
-        """End all hand-overs."""
+        """End all hand-overs; fileno() stays, for the loop that watches it."""
         if not self._closed:
             self._closed = True
             self.channel.close()

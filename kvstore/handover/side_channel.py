@@ -17,7 +17,7 @@ import resource
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kvstore.barrier import Barrier
 from kvstore.core.errors import ConfigError, ProtocolError
@@ -217,9 +217,9 @@ class Channel:
 
     # Turns
 
-    def fds(self) -> Iterator[int]:
-        """Go through the descriptors that become readable when poll() has something to do."""
-        yield self.lines.epoll.fileno()
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when poll() has something to do."""
+        return self.lines.epoll.fileno()
 
     @property
     def waiting(self) -> bool:

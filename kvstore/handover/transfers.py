@@ -345,9 +345,9 @@ class Transfers:
         os.eventfd_write(self._done, 1)
         self._to_read = True
 
-    def fds(self) -> Iterator[int]:
-        """Go through the descriptors that become readable when poll() has something to return."""
-        yield from (self.exporter.fileno(), self._done)
+    def fds(self) -> tuple[int, int]:
+        """Return the descriptors that become readable when poll() has something to return."""
+        return self.exporter.fileno(), self._done
 
     def poll(self, now_ns: int) -> Sequence[Event]:
         """Return what has happened since the last call."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 import msgspec
 
+from kvstore.barrier import Ended
 from kvstore.core.layout import SlotLayout
 from kvstore.core.manager import Manager
 from kvstore.core.tiering import Tiering
@@ -70,6 +71,7 @@ class Namespace:
         self.generations = SharedGenerations()
         self.manager = Manager(layout.rules, self.generations, evictions=numbers.evicted)
         self.tiering = make_tiering(self)
+        self.around_tiers = Ended(lambda _: False)  # ends what they raise, in a store
         self.engines = Engines()
         self.extents: dict[int, Mapping] = {}
         self.sessions: dict[int, Session] = {}  # by number

@@ -77,7 +77,8 @@ class Namespaces(dict[str, Namespace]):
         if layout.digest in self._broken:
             raise ConfigError("a bug of the store: restart it to have this model served again")
         if layout.digest not in self:
-            self[layout.digest] = Namespace(layout, self._numbers, self._tiering)
+            made = self[layout.digest] = Namespace(layout, self._numbers, self._tiering)
+            made.around_tiers = self._around_tiers(made)
         return self[layout.digest]
 
     def _tiering(self, namespace: Namespace) -> Tiering:
@@ -121,7 +122,7 @@ class Namespaces(dict[str, Namespace]):
         else:
             self.wake(namespace)
 
-    def tiers_of(self, namespace: Namespace) -> Ended:
+    def _around_tiers(self, namespace: Namespace) -> Ended:
         """For a bug in the block the lower tiers of a namespace are used no more, and its peers."""
 
         def leave() -> None:
@@ -160,7 +161,7 @@ class Namespaces(dict[str, Namespace]):
     def enqueue_all(self) -> None:
         """Queue all that only memory has for the lower tiers; for a store that ends."""
         for namespace in self.values():
-            with self.tiers_of(namespace):
+            with namespace.around_tiers:
                 namespace.tiering.enqueue_all()
                 self.wake(namespace)
 

@@ -69,6 +69,7 @@ class _Connection:
         self.decoder = framing.Decoder(p.ToStore, limits.HELLO_BYTES_MAX)
         self.outbox: deque[tuple[memoryview, int | None]] = deque()
         self.outbox_bytes = 0
+        self.known = False  # it is part of a session
         self.refused = False  # it hears why, and is dropped
         self.parted = False  # nothing more is taken of it, or said: its own end is waited for
         self.events = selectors.EVENT_READ
@@ -134,7 +135,6 @@ class Server:
         first = secrets.randbits(40) << 16
         self._peers = self._make_peers(config.peer, config.engine)
         self._plugins = [Plugin(tier) for tier in config.tiers]
-        self._watched: tuple[int, ...] = ()  # descriptors of the peers
         self._disk_ns = self._peers_ns = 0  # when they are polled again though nothing has come
         self.store = Store(
             config, pool, self._make_tiers, self._send, first, self._disk, self._peers
@@ -172,6 +172,8 @@ class Server:
         """Serve until stop(). Closes everything it opened."""
         self._listener.sock.setblocking(False)
         self._selector.register(self._listener.sock, selectors.EVENT_READ, None)
+        if self._peers is not None:
+            self._selector.register(self._peers, selectors.EVENT_READ, self._peers)
         address, endpoint = self._config.server.metrics, contextlib.ExitStack()
         try:
             if address is not None:
@@ -211,9 +213,9 @@ class Server:
         disk, peers = self._disk, self._peers
         timeout = _BUSY_TICK_S if self.store.busy else _TICK_S
         disk_s = _TICK_S if disk is None else disk.next_s
-        peers_s = _TICK_S if peers is None else self._watch(peers)
+        peers_s = _TICK_S if peers is None else peers.wait_s(time.monotonic_ns())
         for key, events in self._selector.select(min(timeout, disk_s, peers_s)):
-            if key.data is peers is not None:
+            if peers is not None and key.data is peers:
                 self._peers_ns = 0
                 continue
             connection: _Connection | None = key.data
@@ -240,18 +242,6 @@ class Server:
             self.store.refresh_gauges()
             self._gauges_fresh.set()
 
-    def _watch(self, peers: Peers) -> float:
-        """Have the loop wake up for what the peers wait for; return when it has to anyhow."""
-        fds = tuple(peers.fds())
-        if fds != self._watched:
-            for fd in set(self._watched) - set(fds):
-                self._selector.unregister(fd)
-            for fd in set(fds) - set(self._watched):
-                self._selector.register(fd, selectors.EVENT_READ, peers)
-            self._watched = fds
-        wait_s = peers.wait_s(time.monotonic_ns())
-        return _TICK_S if wait_s is None else wait_s
-
     def _accept_again(self, now_ns: int) -> None:
         """Listen again, some time after a connection could not be taken."""
         if self._accept_ns and now_ns > self._accept_ns:
@@ -272,9 +262,6 @@ class Server:
         if not trusted(uid, self._config.server.allow):
             self._refuse(sock, uid)
             return
-        if (fd := sock.fileno()) in self._watched:  # a peer's, which was closed in this turn
-            self._watched = tuple(other for other in self._watched if other != fd)
-            self._selector.unregister(fd)
         connection = _Connection(self._next, sock)
         self._next += 1
         self._connections[connection.number] = connection
@@ -304,7 +291,8 @@ class Server:
         try:
             for message in connection.decoder.feed(data):
                 self.store.on_message(connection.number, message, time.monotonic_ns())
-                if self.store.sessions.of(connection.number):
+                if not connection.known and self.store.sessions.of(connection.number):
+                    connection.known = True
                     connection.decoder.frames.bytes_max = limits.FRAME_BYTES_MAX
                 if connection.refused or connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:
                     break
@@ -344,7 +332,10 @@ class Server:
             connection.send(message, fd)
 
     def _flush(self) -> None:
-        for connection in list(self._connections.values()):
+        reads = selectors.EVENT_READ
+        for connection in [
+            c for c in self._connections.values() if c.outbox or c.refused or c.events != reads
+        ]:
             if connection.outbox:
                 try:
                     connection.flush()
@@ -360,7 +351,7 @@ class Server:
             if connection.refused and not connection.outbox and not connection.parted:
                 self._part(connection, "protocol", "it was refused")
                 continue
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.outbox else 0)
+            events = reads | (selectors.EVENT_WRITE if connection.outbox else 0)
             if events != connection.events:
                 connection.events = events
                 self._selector.modify(connection.sock, events, connection)

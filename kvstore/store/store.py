@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 
@@ -73,6 +72,7 @@ class Store:
         self._now_ns = 0
         self._said = RateLog(log, lambda: self._now_ns)
         self._barrier = Barrier(self._said, self._met_a_bug)
+        self._around_extents = self._barrier.around("the extents of namespaces")
         self._clearing: list[int] = []  # connections that wait for the end of a clear
         context = StoreContext(config, self.numbers, send, peers, self._barrier)
         self.namespaces = Namespaces(context, pool.extent_bytes, make_tiers)
@@ -159,21 +159,15 @@ class Store:
         """After every batch of messages, and at least a few times a second."""
         self._now_ns = now_ns
         visited = self.namespaces.visited(now_ns)
-        with self._barrier.around("the extents of namespaces"):
+        with self._around_extents:
             for connection in self._memory.tick(self.namespaces, visited, now_ns):
                 session = self.sessions.of(connection)
                 if session is not None:
                     why = "its memory is needed, or was not mapped in time"
                     self.sessions.end(session, "memory", why)
-        for namespace in visited:
-            with self._barrier.around("a namespace", partial(self._give_up, namespace)):
-                self._tick_namespace(namespace)
-        for session in self.sessions.values():
-            if session.phase is not Phase.ENDING:
-                what = f"the turns of engine {session.engine!r}"
-                cost = partial(self.sessions.end, session, "internal", BUG)
-                with self._barrier.around(what, cost):
-                    self._tick_session(session)
+        self._barrier.each(visited, self._tick_namespace, self._give_up, _named)
+        sessions = self.sessions.values()
+        self._barrier.each(sessions, self._tick_session, self._end_of_bug, _turns_of)
         if self._clearing and not any(n.manager.clearing for n in self.namespaces.awake):
             waiting, self._clearing = self._clearing, []
             for connection in waiting:
@@ -188,13 +182,19 @@ class Store:
         """A bug was met in a namespace: serve it no more."""
         self.namespaces.give_up(namespace)
         for session in namespace.sessions.values():
-            self.sessions.end(session, "internal", BUG)
+            self._end_of_bug(session)
+
+    def _end_of_bug(self, session: Session) -> None:
+        self.sessions.end(session, "internal", BUG)
 
     def _tick_session(self, session: Session) -> None:
+        if session.phase is Phase.ENDING:
+            return
         if session.phase is Phase.JOINING:
             self.sessions.activate(session)
         if session.phase is Phase.ACTIVE:
-            session.news.granted += self._lookups.retry(session, self._now_ns)
+            if session.asks:
+                session.news.granted += self._lookups.retry(session, self._now_ns)
             if session.namespace is not None:
                 self._grant_credits(session, session.namespace)
         answers = session.take_news()
@@ -219,7 +219,7 @@ class Store:
             for session in namespace.sessions.values():
                 self._lookups.lease_ended(session, namespace, lease_id)
         on_disk = Changes()
-        with self.namespaces.tiers_of(namespace):
+        with namespace.around_tiers:
             namespace.tiering.poll(self._now_ns)
             on_disk = namespace.tiering.take_changes()
         manager.clear_some()
@@ -229,7 +229,7 @@ class Store:
                 if session.phase is Phase.ACTIVE:
                     session.heard(changes, on_disk)
         if changes.added:
-            with self.namespaces.tiers_of(namespace):
+            with namespace.around_tiers:
                 namespace.tiering.cascade(changes.added)
         if namespace.unused and self._now_ns - namespace.used_ns >= FORGET_NS:
             self._forget(namespace)
@@ -369,3 +369,11 @@ class Store:
         """Tell every engine that the store is shutting down."""
         for session in self.sessions.values():
             self.sessions.end(session, "shutdown", "the store is shutting down")
+
+
+def _named(namespace: Namespace) -> str:
+    return f"namespace {namespace.layout.digest[:12]}"
+
+
+def _turns_of(session: Session) -> str:
+    return f"the turns of engine {session.engine!r}"

@@ -7,8 +7,9 @@ after another in one thread, so that whatever happens happens again from the sam
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 from unittest.mock import patch
 
@@ -122,10 +123,6 @@ class Wire(Channel):
         if end is not None:
             end.hear(b"")
 
-    def fds(self) -> Iterator[int]:
-        """There are none."""
-        yield from ()
-
 
 class Mover(Moves):
     """Moves bytes between sites of a net; each piece of work ends a few polls later."""
@@ -181,11 +178,11 @@ class Mover(Moves):
     def unexport(self, extent: int) -> None:
         self._events.append(nixl.Unmapped(extent))
 
-    def fds(self) -> Iterator[int]:
-        yield from ()
+    def fds(self) -> tuple[int, ...]:
+        return ()
 
-    def wait_s(self, _now_ns: int) -> float | None:
-        return None
+    def wait_s(self, _now_ns: int) -> float:
+        return math.inf
 
     def landing(self, namespace: str, _slot_bytes: int) -> LandingSlots:
         if namespace not in self.landings:

@@ -145,8 +145,7 @@ def wait(side: Side, until: Callable[[], object], limit_s: float = WAIT_S) -> No
     while not until():
         assert watch.own_s() < limit_s, "nothing came of it"
         now_ns = time.monotonic_ns()
-        waits = [one.exporter.wait_s(now_ns) for one in side.world]
-        nap_s = min([0.5, *(wait_s for wait_s in waits if wait_s is not None)])
+        nap_s = min(0.5, *(one.exporter.wait_s(now_ns) for one in side.world))
         select.select([one.exporter.fileno() for one in side.world], [], [], nap_s)
         for one in side.world:
             one.poll()

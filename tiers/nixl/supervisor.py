@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
@@ -241,8 +242,8 @@ class Exporter:
         """Return a descriptor that is readable when poll() has something to do."""
         return self._epoll.fileno()
 
-    def wait_s(self, now_ns: int) -> float | None:
-        """Return when to call poll() at the latest; None: when the descriptor says so."""
+    def wait_s(self, now_ns: int) -> float:
+        """Return when to call poll() at the latest; infinity: when the descriptor says so."""
         if self._events:
             return 0.0
         due = []
@@ -254,7 +255,7 @@ class Exporter:
             due.append(self._looked_ns + _ASK_NS)
         if self._over_quarantine:
             due.append(now_ns if self._over_ns is None else self._over_ns + _GRACE_NS)
-        return max(0, min(due) - now_ns) / 1e9 if due else None
+        return max(0, min(due) - now_ns) / 1e9 if due else math.inf
 
     def wake(self) -> None:
         """Run the process from now on."""
