@@ -6,7 +6,6 @@ import gc
 import random
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from kvstore.core.manager import Manager
 from kvstore.core.types import Chain, GroupRule, Slot
 from kvstore.listener import listen
 from kvstore.store import server
+from tests.harness.fakes import generations_of
 
 
 def test_old_objects_are_left_out_of_collections_and_few_are_young() -> None:
@@ -36,7 +36,7 @@ def test_old_objects_are_left_out_of_collections_and_few_are_young() -> None:
 
 def test_what_leaves_a_manager_is_freed_without_a_collection() -> None:
     rng = random.Random(1)
-    manager = Manager([GroupRule(), GroupRule(2)], defaultdict(int))
+    manager = Manager([GroupRule(), GroupRule(2)], generations_of(40))
     manager.slots.add([Slot(number) for number in range(40)])
     gc.collect()
     gc.disable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
@@ -16,7 +15,7 @@ from kvstore.core.leases import Lease, hit_of
 from kvstore.core.lookup import Answer, common_hit
 from kvstore.core.manager import Manager
 from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult, Slot, StoreOutcome
-from tests.harness.fakes import Lower
+from tests.harness.fakes import Lower, generations_of
 
 WIDTH = 4
 FULL = GroupRule()
@@ -31,7 +30,7 @@ class Rig:
     """A manager whose generations can be read."""
 
     def __init__(self, slots: int = 8, rules: Sequence[GroupRule] = (FULL,)) -> None:
-        self.generations: dict[int, int] = defaultdict(int)
+        self.generations = generations_of(slots)
         self.manager = Manager(rules, self.generations)
         self.manager.slots.add([Slot(number) for number in range(slots)])
 
@@ -82,7 +81,7 @@ def test_slots_are_granted_lowest_first_and_no_more_than_there_are() -> None:
 
 def test_O20_each_grant_of_a_slot_gives_it_a_new_generation() -> None:
     rig = Rig(1)
-    rig.generations[0] = 0xFFFFFFFD  # of 32 bits
+    rig.generations.grow([0], 0xFFFFFFFD)  # of 32 bits
     seen = []
     for _ in range(4):
         (slot,) = rig.grant()
@@ -109,7 +108,10 @@ def test_a_hit_has_the_generation_that_a_coming_block_will_have() -> None:
     entries = [Entry(chain(1).key(0, 0), None, Slot(slot)) for slot in range(3)]
     entries[0].state, entries[1].state = State.READY, State.COMING
     entries[2].state = State.COMING
-    hit = hit_of(range(3), entries, [7, 7, 0xFFFFFFFF])
+    generations = generations_of(3)
+    generations.grow([0, 1], 7)
+    generations.grow([2], 0xFFFFFFFF)
+    hit = hit_of(range(3), entries, generations)
     assert (list(hit.slots), list(hit.generations)) == ([0, 1, 2], [7, 8, 0])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -21,10 +21,14 @@ from kvstore.core.leases import Lease
 from kvstore.core.lookup import Answer, common_hit
 from kvstore.core.manager import Manager
 from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult, Slot, StoreOutcome
+from tests.harness.fakes import generations_of
 
 WIDTH = 8
 RULES = (GroupRule(), GroupRule(2))
 PATHS = st.text("xy", min_size=1, max_size=3)
+
+
+SLOTS_MAX = 12
 
 
 def chain_of(path: str) -> Chain:
@@ -48,7 +52,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.generations: dict[int, int] = defaultdict(int)
+        self.generations = generations_of(SLOTS_MAX)
         self.manager = Manager(RULES, self.generations)
         self.slots: set[Slot] = set()
         self.granted: dict[Slot, BlockKey | None] = {}  # None: nobody has said what is written
@@ -79,18 +83,18 @@ class ManagerMachine(RuleBasedStateMachine):
     def add_slots(self, count: int) -> None:
         first = max(self.slots, default=-1) + 1
         new = [Slot(number) for number in range(first, first + count)]
-        if len(self.slots) < 10:
+        if len(self.slots) + count <= SLOTS_MAX:
             self.manager.slots.add(new)
             self.slots.update(new)
 
     @rule(count=st.integers(1, 4))
     def grant(self, count: int) -> None:
-        before, holes = dict(self.generations), self.manager.index.holes
+        before, holes = self.generations.of(range(SLOTS_MAX)), self.manager.index.holes
         held = [e for lease, _ in self.open.values() for e in lease.entries]
         held = [entry for entry in held if self.manager.ready(entry.key) is entry]
         for slot in self.manager.prepare_store(count):
             assert slot not in self.granted
-            assert self.generations[slot] != before.get(slot, 0)
+            assert self.generations[slot] != before[slot]
             self.granted[slot] = None
             self.content.pop(slot, None)
         assert self.manager.index.holes <= holes, "evicted a block with children"

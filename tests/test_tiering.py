@@ -25,6 +25,7 @@ from kvstore.core.types import (
     TransferJob,
 )
 from kvstore.core.write_budget import WriteBudget
+from tests.harness.fakes import generations_of
 
 
 class SlowTier:
@@ -90,7 +91,7 @@ class Rig:
     def __init__(
         self, slots: int, backlog_ns: int = 10**10, slot_bytes: int = 1, budget: int | None = None
     ) -> None:
-        self.generations = [0] * slots
+        self.generations = generations_of(slots)
         self.manager = Manager((GroupRule(None),), self.generations)
         self.manager.slots.add([Slot(slot) for slot in range(slots)])
         self.tier = SlowTier()

@@ -14,8 +14,8 @@ pin_all has each lease pin all of its blocks.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from typing import Protocol
+from array import array
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -26,14 +26,36 @@ from kvstore.core.types import LeaseId
 _COMING = State.COMING
 
 
-class Generations(Protocol):
-    """One counter per slot, shared with the processes that read slots."""
+class Generations:
+    """A counter for each slot (u32), written to the memory that readers of the slots map, too."""
 
-    def __getitem__(self, slot: int, /) -> int:
+    def __init__(self) -> None:
+        """Start without slots."""
+        self._counters = array("I")
+        self._mapped: list[memoryview] = []  # by extent
+        self._per_extent = 1
+
+    def __getitem__(self, slot: int) -> int:
         """Return a slot's generation."""
+        return self._counters[slot]
 
-    def __setitem__(self, slot: int, value: int, /) -> None:
-        """Set a slot's generation, visible to readers before the call returns."""
+    def add(self, mapped: memoryview) -> None:
+        """Add an extent's slots; mapped: its counters, which are 0. All have as many."""
+        self._per_extent = len(mapped)
+        self._mapped.append(mapped)
+        self._counters.extend(mapped)
+
+    def of(self, slots: Iterable[int]) -> list[int]:
+        """Return the generations of slots."""
+        counters = self._counters
+        return [counters[slot] for slot in slots]
+
+    def grow(self, slots: Iterable[int], by: int) -> None:
+        """Let generations grow; readers see it before the call returns."""
+        counters, mapped, per_extent = self._counters, self._mapped, self._per_extent
+        for slot in slots:
+            counters[slot] = grown = (counters[slot] + by) & 0xFFFFFFFF
+            mapped[slot // per_extent][slot % per_extent] = grown
 
 
 class GroupHit(msgspec.Struct, frozen=True):
@@ -47,7 +69,7 @@ class GroupHit(msgspec.Struct, frozen=True):
 def hit_of(indices: Sequence[int], entries: Sequence[Entry], generations: Generations) -> GroupHit:
     """Name the slots of blocks; of what is coming, the generation once it can be read."""
     slots = [entry.slot for entry in entries]
-    ages = [generations[slot] for slot in slots]
+    ages = generations.of(slots)
     for at, entry in enumerate(entries):
         if entry.state is _COMING:
             ages[at] = (ages[at] + 1) & 0xFFFFFFFF

@@ -182,13 +182,15 @@ class Manager:
         granted, index, began = self.slots.granted, self.index, list[int]()
         entry: Entry | None = None
         for at, (key, parent, slot) in enumerate(zip(keys, parents, slots, strict=True)):
-            check(slot in granted, "a promotion into a slot that was not granted")
+            if slot not in granted:
+                raise InvariantBroken("a promotion into a slot that was not granted")
             above = None
             if parent is not None:
-                follows = entry is not None and entry.key is parent  # as in a chain
-                above = entry if follows else index.get(parent)
-                if above is None or above.state not in _HERE:
-                    continue
+                above = entry
+                if entry is None or entry.key is not parent:  # else it follows, as in a chain
+                    above = index.get(parent)
+                    if above is None or above.state not in _HERE:
+                        continue
             entry = index.hang(key, above, slot, _COMING)
             if entry is not None:
                 granted[slot] = entry
@@ -212,7 +214,7 @@ class Manager:
                 ready.append(entry)
                 outcomes.append(_STORED)
                 continue
-            self.slots.age((slot,), 2)
+            self.slots.generations.grow((slot,), 2)
             self.leases.pin_all()
             if late is None:
                 self.index.remove(entry)
@@ -220,7 +222,7 @@ class Manager:
             self.slots.vacate(slot, pinned=entry.pins > 0)
             self._policy.freed(entry.parent)
             outcomes.append(StoreOutcome.ORPHAN if at < done else StoreOutcome.FAILED)
-        self.slots.age([entry.slot for entry in ready], 1)
+        self.slots.generations.grow([entry.slot for entry in ready], 1)
         for entry, below in zip_longest(ready, ready[1:]):
             self._became_ready(entry, below)
         return outcomes
@@ -353,9 +355,10 @@ class Manager:
     def unpin(self, entries: Iterable[Entry]) -> None:
         """End one pin of each."""
         for entry in entries:
-            entry.pins -= 1
-            check(entry.pins >= 0, "pins of an entry below zero")
-            if not entry.pins and (not entry.children or entry.state is _DROPPED):
+            entry.pins = pins = entry.pins - 1
+            if pins:
+                check(pins > 0, "pins of an entry below zero")
+            elif not entry.children or entry.state is _DROPPED:
                 self._unpinned(entry)
 
     def pin_run(self, keys: Iterable[BlockKey]) -> list[Entry]:

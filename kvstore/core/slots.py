@@ -52,15 +52,9 @@ class Slots:
         """Put up to `count` empty slots on credit, each at a new generation."""
         free, granted = self.free, self.granted
         found = [free.pop() for _ in range(min(count, len(free)))]
-        self.age(found, 1)
+        self.generations.grow(found, 1)
         granted.update(dict.fromkeys(found))
         return found
-
-    def age(self, slots: Iterable[Slot], by: int) -> None:
-        """Let the generations of slots grow."""
-        generations = self.generations
-        for slot in slots:
-            generations[slot] = (generations[slot] + by) & 0xFFFFFFFF
 
     def release(self, slot: Slot) -> None:
         """A slot is empty, unless it is to go."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvstore.barrier import Ended
 from kvstore.core.layout import SlotLayout
+from kvstore.core.leases import Generations
 from kvstore.core.manager import Manager
 from kvstore.core.tiering import Tiering
 from kvstore.core.types import Slot
@@ -20,30 +21,6 @@ from tiers.cpu import CpuExtent
 
 if TYPE_CHECKING:
     from kvstore.store.session import Session
-
-
-class SharedGenerations(array):  # type: ignore[type-arg]  # from Python 3.12 on: array[int]
-    """Slot generations of a namespace, written through to the extents that readers map."""
-
-    def __new__(cls) -> Self:
-        """Start without slots."""
-        return cast("Self", super().__new__(cls, "L"))
-
-    def __init__(self) -> None:
-        self._shared: list[memoryview] = []  # by extent
-        self._per_extent = 1
-
-    def __setitem__(self, slot: int, value: int) -> None:  # type: ignore[override]
-        """Set a slot's generation, for readers too."""
-        super().__setitem__(slot, value)
-        number, position = divmod(slot, self._per_extent)
-        self._shared[number][position] = value
-
-    def add(self, memory: CpuExtent) -> None:
-        """Add an extent's slots, at generation 0."""
-        self._per_extent = memory.count
-        self._shared.append(memory.generations)
-        self.extend([0] * memory.count)
 
 
 class Mapping(msgspec.Struct, eq=False):
@@ -68,7 +45,7 @@ class Namespace:
     ) -> None:
         """numbers: counts for all namespaces: nothing is lost with one that is forgotten."""
         self.layout = layout
-        self.generations = SharedGenerations()
+        self.generations = Generations()
         self.manager = Manager(layout.rules, self.generations, evictions=numbers.evicted)
         self.tiering = make_tiering(self)
         self.around_tiers = Ended(lambda _: False)  # ends what they raise, in a store
@@ -104,7 +81,7 @@ class Namespace:
         self._per_extent = memory.count  # the same for all extents: slot size and extent size are
         first = len(self._places) * memory.count
         self._places.append(extent)
-        self.generations.add(memory)
+        self.generations.add(memory.generations)
         mapping = Mapping(memory, first, dict.fromkeys(waiting, now_ns), now_ns, waiting)
         self.extents[extent] = mapping
         self.growing = False

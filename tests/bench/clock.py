@@ -7,18 +7,19 @@ from pathlib import Path
 
 from kvstore.core.errors import KVStoreError
 
-_SCHED = 2  # the kind of clock that counts what the scheduler gave
+_SCHED = 2  # the kind of clock that counts what the scheduler gave,
+_THREAD = 4  # one thread of a process
 
 
 class Clock:
     """The CPU clock of a process; its number is made as in clock_getcpuclockid(3) of Linux."""
 
-    def __init__(self, pid: int) -> None:
-        """pid: of a process that runs."""
-        self._id = (~pid << 3) | _SCHED
+    def __init__(self, pid: int, *, main_thread: bool = False) -> None:
+        """pid: of a process that runs. main_thread: count what that runs, else all threads."""
+        self._id = (~pid << 3) | _SCHED | (_THREAD if main_thread else 0)
 
     def now_us(self) -> float:
-        """Return the microseconds that all its threads have run."""
+        """Return the microseconds that it has run."""
         try:
             return time.clock_gettime_ns(self._id) / 1e3
         except OSError as exc:

@@ -28,6 +28,7 @@ pull_summed, push_summed            that NIXL transfer with a checksum pass on e
 first_block_ms                      from the question until the first block can be read
 cpu_us, nixl_cpu_us                 processor time for each 2 MiB: of both stores and exporters (in
     the JSON also by process), of the two processes with NIXL alone
+main_threads_us                     of the main threads of both stores together, for each block
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Moved(msgspec.Struct, frozen=True):
     bytes_per_s: float
     cpu_us: dict[str, float]
     first_s: float = 0.0
+    main_us: float = 0.0  # of the stores' main threads, for each block
 
     @property
     def cpu_us_total(self) -> float:
@@ -173,14 +175,17 @@ class Stores:
             for kind, pid in (("store", store.pid), ("exporter", child_of(store.pid, EXPORTER)))
         }
         self._clocks["engine"] = Clock(os.getpid())
+        pids = self.prefill.pid, self.decode.pid
+        self._main_threads = {str(pid): Clock(pid, main_thread=True) for pid in pids}
 
     def fetch(self, name: str) -> Moved:
         """Hand over all blocks as one of SYSTEMS; the decode store has none of them after it."""
         way, _, where = name.rpartition("_")
         given = self._given()
-        before = _now_us(self._clocks)
+        before, main = _now_us(self._clocks), _now_us(self._main_threads)
         _, found = self._fetched(way, where)
         cpu_us = _used_us(self._clocks, before, self._size)
+        main_us = (sum(_now_us(self._main_threads).values()) - sum(main.values())) / self._count
         if not found.complete or found.sources != {"peer": self._count}:
             raise KVStoreError(f"{name}: {len(found.slots)} of {self._count}, {found.sources}")
         given = tuple(now - was for now, was in zip(self._given(), given, strict=True))
@@ -188,7 +193,7 @@ class Stores:
         if given != expected:
             raise KVStoreError(f"{name}: blocks from disk, bytes pushed: {given}, not {expected}")
         admin.clear(self.decode.address)
-        return Moved(self._size / found.all_s, cpu_us, found.first_s)
+        return Moved(self._size / found.all_s, cpu_us, found.first_s, main_us)
 
     def _fetched(self, way: str, where: str) -> tuple[Session, Fetched]:
         session = self._reading if way.startswith("direct") else self._taking
@@ -331,6 +336,7 @@ def _results(
             "bound_ratio": round(_bound(block_bytes, found, way), 4),
             "cpu_us": _median([moved.cpu_us_total for moved in found[name]], 1),
             "nixl_cpu_us": _median([moved.cpu_us_total for moved in found[f"{way}_nixl"]], 1),
+            "main_threads_us": _median([moved.main_us for moved in found[name]], 2),
             "cpu_us_by_process": {
                 process: _median([moved.cpu_us[process] for moved in found[name]], 1)
                 for process in found[name][0].cpu_us

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvstore.core.errors import check
 from kvstore.core.index import Entry
+from kvstore.core.leases import Generations
 from kvstore.core.manager import Manager
 from kvstore.core.types import GroupRule, Slot
 from tests.bench.prompts import Request
@@ -26,7 +26,9 @@ class Ours:
 
     def __init__(self, slots: int) -> None:
         """Take all slots at once."""
-        self.manager = Manager([GroupRule()], array("L", [0] * slots))
+        generations = Generations()
+        generations.add(memoryview(bytearray(4 * slots)).cast("I"))
+        self.manager = Manager([GroupRule()], generations)
         self.manager.slots.add([Slot(slot) for slot in range(slots)])
         self._pinned: list[Entry] = []
 

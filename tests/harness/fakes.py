@@ -10,6 +10,7 @@ import msgspec
 
 from kvstore.config import Config, TierConfig, parse
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.core.leases import Generations
 from kvstore.core.lookup import Answer, Probe, prefix_hit
 from kvstore.core.tier import SlotMemory, Tier, TierContext, TierFactory
 from kvstore.core.types import BlockKey, GroupRule, make_key
@@ -63,6 +64,13 @@ def geometry(
 
 def settings(**engine: object) -> Config:
     return parse({"cpu": {"capacity": "64MiB"}, "engine": engine, "server": {"metrics": ""}})
+
+
+def generations_of(slots: int) -> Generations:
+    """A counter for each slot, which no process maps."""
+    found = Generations()
+    found.add(memoryview(bytearray(4 * slots)).cast("I"))
+    return found
 
 
 class HeapExtent(CpuExtent):
