@@ -201,10 +201,11 @@ class Manager:
         """End promotions, the first `done` of which have arrived; a slot's generation tells how."""
         outcomes: list[StoreOutcome] = []
         ready: list[Entry] = []
+        granted, outdated = self.slots.granted, self._outdated
         retiring = self.slots.retiring  # what becomes ready there is dropped at once
         for at, slot in enumerate(slots):
-            entry = self.slots.granted.pop(slot)
-            late = self._outdated.pop(slot, None)
+            entry = granted.pop(slot)
+            late = outdated.pop(slot, None) if outdated else None
             if not isinstance(entry, Entry) or entry.state is not _COMING:
                 raise InvariantBroken("a promotion ended whose block is not coming")
             above = entry.parent

@@ -33,7 +33,7 @@ def make_key(block_hash: bytes, group: int, scope: bytes = b"") -> BlockKey:
 class Chain:
     """The keys of one request's blocks, in all groups, from its packed block hashes."""
 
-    __slots__ = ("blocks", "inside", "packed", "suffixes", "width")
+    __slots__ = ("_leading", "blocks", "inside", "packed", "suffixes", "width")
 
     def __init__(
         self, packed: bytes, width: int, groups: int, scope: bytes = b"", *, inside: int = 0
@@ -47,6 +47,7 @@ class Chain:
         self.packed = packed
         self.width = width
         self.suffixes = [make_key(b"", group, scope) for group in range(groups)]
+        self._leading: list[list[BlockKey]] = [[] for _ in range(groups)]  # named before
 
     def key(self, group: int, index: int) -> BlockKey:
         """Name block `index` in one group."""
@@ -55,12 +56,18 @@ class Chain:
 
     def keys(self, group: int, count: int) -> list[BlockKey]:
         """Name the first `count` blocks in one group."""
-        width, suffix = self.width, self.suffixes[group]
-        hashes = struct.iter_unpack(f"{width}s", self.packed[: count * width])
-        return [BlockKey(name + suffix) for (name,) in hashes]
+        named = self._leading[group]
+        if count > len(named):
+            width, suffix = self.width, self.suffixes[group]
+            more = self.packed[len(named) * width : count * width]
+            hashes = struct.iter_unpack(f"{width}s", more)
+            named += [BlockKey(name + suffix) for (name,) in hashes]
+        return named[:count]
 
     def keys_at(self, group: int, indices: Iterable[int]) -> list[BlockKey]:
         """Name some blocks in one group."""
+        if isinstance(indices, range) and indices.start <= len(self._leading[group]):
+            return self.keys(group, indices.stop)[indices.start :: indices.step]
         packed, width, suffix = self.packed, self.width, self.suffixes[group]
         starts = [index * width for index in indices]
         return cast("list[BlockKey]", [packed[at : at + width] + suffix for at in starts])

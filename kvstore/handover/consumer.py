@@ -108,8 +108,10 @@ class Consumer:
         self._fetches[number] = fetch
         if not direct:
             first = number * m.JOB_BLOCKS_MAX
-            named = zip(keys, range(first, first + len(keys)), strict=True)
-            self._located |= dict(pair for pair in named if pair[0] not in self._located)
+            named = dict(zip(keys, range(first, first + len(keys)), strict=True))
+            for key in self._located.keys() & named.keys():
+                del named[key]
+            self._located.update(named)
         fetch.say(msgspec.structs.replace(want, job=number, lease_ms=LEASE_MS, direct=direct))
         return number
 

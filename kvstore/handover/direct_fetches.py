@@ -31,8 +31,8 @@ Positions = Mapping[int, int]
 
 
 def reaching_on(
-    rules: Sequence[GroupRule], lacking: Sequence[list[int]], blocks: int
-) -> list[list[int]]:
+    rules: Sequence[GroupRule], lacking: Sequence[Sequence[int]], blocks: int
+) -> list[Sequence[int]]:
     """Return what to ask for: blocks that are lacking, and all behind a full group's first gap.
 
     A lease cannot pin what is here behind a gap.
@@ -41,7 +41,7 @@ def reaching_on(
         found[0] for rule, found in zip(rules, lacking, strict=True) if not rule.trailing and found
     ]
     gap = min(gaps, default=blocks)
-    wanted = []
+    wanted: list[Sequence[int]] = []
     for rule, found in zip(rules, lacking, strict=True):
         absent = set(found)
         wanted.append([index for index in clip(rule, blocks) if index >= gap or index in absent])

@@ -170,18 +170,20 @@ class Lookups:
             ask.direct = {pair: position for position, pair in enumerate(pairs)}
 
     @staticmethod
-    def _lacking(ask: Ask, blocks: int, *, direct: bool) -> list[list[int]]:
+    def _lacking(ask: Ask, blocks: int, *, direct: bool) -> list[Sequence[int]]:
         """List, for each group, which of the leading blocks a peer is to be asked for."""
         namespace, chain, writing = ask.namespace, ask.chain, State.WRITING
-        lacking: list[list[int]] = []
+        lacking: list[Sequence[int]] = []
         for group, rule in enumerate(namespace.layout.rules):
             indices = m.clip(rule, blocks)
             entries = namespace.manager.index.find(chain.keys_at(group, indices))
-            missing = [
-                index
-                for index, entry in zip(indices, entries, strict=True)
-                if entry is None or entry.state is writing
-            ]
+            missing: Sequence[int] = indices
+            if any(entries):
+                missing = [
+                    index
+                    for index, entry in zip(indices, entries, strict=True)
+                    if entry is None or entry.state is writing
+                ]
             absent: list[int] = []  # from all our tiers
             keys, at = chain.keys_at(group, missing), 0
             while at < len(keys):
