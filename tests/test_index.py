@@ -189,7 +189,7 @@ def test_a_hole_heals_when_the_block_is_there_again_and_its_path_is_walked() -> 
     index.remove(entries[1])
     again = add(index, path_of(("a", 9)).key(0, 1), entries[0])
     assert (index.holes, again.children) == (1, 0)
-    assert index.run(path_of(("a", 4)), 0, 4)[0] == [entries[0], again, entries[2], entries[3]]
+    assert index.run(path_of(("a", 4)), 0, 4).entries == [entries[0], again, entries[2], entries[3]]
     assert (index.holes, again.children, entries[2].parent) == (0, 1, again)
     assert entries[1].children == 0
 
@@ -200,7 +200,7 @@ def test_what_is_ready_does_not_hang_below_what_is_only_coming() -> None:
     entries = store(index, path_of(("a", 3)))
     index.remove(entries[1])
     again = add(index, path_of(("a", 9)).key(0, 1), entries[0], State.COMING)
-    assert index.run(path_of(("a", 3)), 0, 3)[0] == [entries[0], again, entries[2]]
+    assert index.run(path_of(("a", 3)), 0, 3).entries == [entries[0], again, entries[2]]
     assert (index.holes, again.children) == (1, 0)
     assert index.prefix(path_of(("a", 3)), 0, 3, coming=False)[0] == 1
     again.state = State.READY
@@ -216,12 +216,12 @@ def test_a_block_that_hangs_in_a_wrong_place_does_not_mislead_a_run(other: str) 
     strange = store(index, path_of(("b", 6)))
     above = {"above": entries[1], "nothing": None, "a longer path": strange[5]}[other]
     entries.append(add(index, path_of(("a", 9)).key(0, 3), above))
-    assert index.run(path_of(("a", 4)), 0, 4)[0] == entries
+    assert index.run(path_of(("a", 4)), 0, 4).entries == entries
 
 
 def test_a_run_asks_for_few_keys() -> None:
     index = Index()
     entries = store(index, path_of(("a", 1000)))
     count_probes(index)
-    assert index.run(path_of(("a", 2000)), 0, 2000)[0] == entries
+    assert index.run(path_of(("a", 2000)), 0, 2000).entries == entries
     assert Counting.asked == 4

@@ -178,7 +178,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(FULL))
     def walk(self, name: str) -> None:
         """What a lease does: holes on its way are closed, but above what is ready only by that."""
-        found, _ = self.index.run(chain(name), 0, DEEPEST)
+        found = self.index.run(chain(name), 0, DEEPEST).entries
         assert len(found) == self.scan(name, coming=True)
         for at, entry in enumerate(found):
             assert entry is self.entry(name[: at + 1])

@@ -111,7 +111,7 @@ def test_a_hit_has_the_generation_that_a_coming_block_will_have() -> None:
     generations = generations_of(3)
     generations.grow([0, 1], 7)
     generations.grow([2], 0xFFFFFFFF)
-    hit = hit_of(range(3), entries, generations)
+    hit = hit_of(range(3), entries, generations, ready=False)
     assert (list(hit.slots), list(hit.generations)) == ([0, 1, 2], [7, 8, 0])
 
 

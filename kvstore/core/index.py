@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from itertools import chain as chained
+from typing import NamedTuple
 
 from kvstore.core.lookup import Answer, Below, Probe, prefix_hit
 from kvstore.core.types import BlockKey, Chain, LookupResult, Slot
@@ -99,6 +100,18 @@ class Entry(Node):
                 strand.blocks += 1
                 self.strand = strand
             parent.children += 1
+
+
+class Path(NamedTuple):
+    """Entries of a chain's leading blocks.
+
+    linked: each hangs below the one before, and nothing is cut off. ready: none is coming, as far
+    as is known.
+    """
+
+    entries: list[Entry]
+    linked: bool
+    ready: bool
 
 
 class Index:
@@ -291,27 +304,29 @@ class Index:
         entries = ((index, self.get(chain.key(group, index))) for index in range(limit))
         return [(index, e) for index, e in entries if e and (e.state is _READY or e.state is also)]
 
-    def run(
-        self, chain: Chain, group: int, limit: int, *, coming: bool = True
-    ) -> tuple[list[Entry], bool]:
+    def run(self, chain: Chain, group: int, limit: int, *, coming: bool = True) -> Path:
         """Return the entries of a chain's leading blocks up to the first that is not here.
 
         They are what hangs above the last one that a search finds; all are compared with the chain.
-        While there is a hole, or if one is not the chain's, they are looked up one by one. Also
-        tells which it was: True, if each entry hangs below the one before and nothing is cut off.
+        While there is a hole, or if one is not the chain's, they are looked up one by one.
         """
         also = _COMING if coming else _READY
         if not self.holes:
             end, _ = self.prefix(chain, group, limit, coming=coming)
             at = self.get(chain.key(group, end - 1)) if end else None
             path: list[Entry] = []
-            while at is not None and (at.state is _READY or at.state is also):
+            ready = True
+            while at is not None:
+                if at.state is not _READY:
+                    if at.state is not also:
+                        break
+                    ready = False
                 path.append(at)
                 at = at.parent
             path.reverse()
-            if [entry.key for entry in path] == chain.keys(group, end):
-                return path, True
-        return self._scan(chain, group, limit, also), False
+            if len(path) == end and (not end or chain.starts_with(group, [e.key for e in path])):
+                return Path(path, linked=True, ready=ready)
+        return Path(self._scan(chain, group, limit, also), linked=False, ready=False)
 
     def _scan(self, chain: Chain, group: int, limit: int, also: State) -> list[Entry]:
         """Do as run, whatever the entries say of their parents.

@@ -66,11 +66,16 @@ class GroupHit(msgspec.Struct, frozen=True):
     generations: Sequence[int]
 
 
-def hit_of(indices: Sequence[int], entries: Sequence[Entry], generations: Generations) -> GroupHit:
-    """Name the slots of blocks; of what is coming, the generation once it can be read."""
+def hit_of(
+    indices: Sequence[int], entries: Sequence[Entry], generations: Generations, *, ready: bool
+) -> GroupHit:
+    """Name the slots of blocks; of what is coming, the generation once it can be read.
+
+    ready: none is coming.
+    """
     slots = [entry.slot for entry in entries]
     ages = generations.of(slots)
-    for at, entry in enumerate(entries):
+    for at, entry in enumerate(() if ready else entries):
         if entry.state is _COMING:
             ages[at] = (ages[at] + 1) & 0xFFFFFFFF
     return GroupHit(indices, slots, ages)

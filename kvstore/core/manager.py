@@ -33,7 +33,7 @@ from typing import cast
 
 from kvstore.core.errors import InvariantBroken, check
 from kvstore.core.eviction import LeafLRU
-from kvstore.core.index import Entry, Index, State
+from kvstore.core.index import Entry, Index, Path, State
 from kvstore.core.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
 from kvstore.core.lookup import Answer, Below, common_hit
 from kvstore.core.slots import Slots
@@ -267,28 +267,28 @@ class Manager:
         """
         limit = min(limit, chain.blocks)
         full = [group for group, rule in enumerate(self.rules) if rule.trailing is None]
-        runs: dict[int, tuple[list[Entry], bool]] = {}
+        paths: dict[int, Path] = {}
         for group in full:
-            runs[group] = self.index.run(chain, group, limit, coming=coming)
-            limit = min(limit, len(runs[group][0]))
+            paths[group] = self.index.run(chain, group, limit, coming=coming)
+            limit = min(limit, len(paths[group].entries))
         if limit == 0:
             return None
         hits: list[GroupHit] = []
         entries: list[Entry] = []
         pinned: list[Entry] = []
         for group in range(len(self.rules)):
-            path = False
-            if group in runs:
-                run, path = runs[group]
+            linked = ready = False
+            if group in paths:
+                run, linked, ready = paths[group]
                 present = run[:limit]
                 indices: Sequence[int] = range(len(present))
             else:
                 found = self.index.present(chain, group, limit, coming=coming)
                 indices = [index for index, _ in found]
                 present = [entry for _, entry in found]
-            hits.append(hit_of(indices, present, self.slots.generations))
+            hits.append(hit_of(indices, present, self.slots.generations, ready=ready))
             entries += present
-            pinned += present[-1:] if path else present
+            pinned += present[-1:] if linked else present
         if not entries:
             return None
         for group in full:
