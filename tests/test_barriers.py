@@ -347,7 +347,11 @@ def test_S2_what_the_tiers_of_a_model_meet_costs_that_model_its_tiers(
         eventually(lambda: bugs(store) >= 1)
         eventually(lambda: not one.sources)
         assert not one.to_poll, "the loop would spin for them"
+        monkeypatch.setattr(Tiering, verb, real)
         serves(bad, "more")
+        met = bugs(store)
+        serves(bad, "and more")
+        assert bugs(store) == met, "tiers that are off have met another one"
         serves(good, "after")
         others = [n.tiering for n in spaces.values() if n.tiering is not one]
         eventually(lambda: sum(t.counts["nvme", "stored"] for t in others) >= 2)

@@ -40,10 +40,10 @@ class Generations:
         return self._counters[slot]
 
     def add(self, mapped: memoryview) -> None:
-        """Add an extent's slots; mapped: its counters, which are 0. All have as many."""
+        """Add an extent's slots, at generation 0; mapped: its counters. All have as many."""
         self._per_extent = len(mapped)
         self._mapped.append(mapped)
-        self._counters.extend(mapped)
+        self._counters.extend([0] * len(mapped))
 
     def of(self, slots: Iterable[int]) -> list[int]:
         """Return the generations of slots."""

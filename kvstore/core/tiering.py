@@ -91,7 +91,6 @@ class Tiering:
         """
         self.counts: Counter[tuple[str, str]] = Counter() if counts is None else counts
         self.tiers = tuple(tiers)
-        self._names = [tier.name for tier in tiers]
         self.sources = (*tiers, *remote)
         # Asked here once: it takes 5 us.
         self._ways = [(t, t if isinstance(t, Leading) else None) for t in self.sources]
@@ -133,7 +132,7 @@ class Tiering:
     @property
     def to_poll(self) -> bool:
         """Tell whether a job is under way whose end nobody announces: remote tiers do."""
-        return any(map(self._under_way.get, self._names))
+        return any(self._under_way.get(tier.name) for tier in self.tiers)
 
     @property
     def jobs_open(self) -> int:
@@ -358,12 +357,13 @@ class Tiering:
     def poll(self, now_ns: int) -> None:
         """Take finished jobs from all tiers, and start the next ones."""
         self._now_ns = now_ns
-        busy = [bool(self._storing.get(name)) for name in self._names]
+        storing = [tier for tier in self.tiers if self._storing.get(tier.name)]
         for tier in self.sources:
             for result in tier.poll():
                 self._finish(result)
-        for name, tier, storing in zip(self._names, self.tiers, busy, strict=True):
-            self._backlogs[name].measure(self._stored.pop(name, 0), now_ns, busy=storing)
+        for tier in self.tiers:
+            name, busy = tier.name, tier in storing
+            self._backlogs[name].measure(self._stored.pop(name, 0), now_ns, busy=busy)
             if self._queues[name]:
                 self._pump(tier)
 
