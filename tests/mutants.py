@@ -333,14 +333,30 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("checksums -k B19", "xxhash.xxh3_64_intdigest(namespace.encode())", "0"),
         ("checksums -k B19", "intdigest(key, ", 'intdigest(b"", '),
     ),
+    "kvstore/core/index.py": (
+        (
+            "index -k wrong_place",
+            "(not end or chain.starts_with(group, [e.key for e in path]))",
+            "True",
+        ),
+        ("manager tiering -k coming", "ready = False", "pass"),
+    ),
+    "kvstore/core/types.py": (
+        (
+            "index -k cut_elsewhere",
+            "if count > self.blocks or set(map(len, keys)) != {size}:",
+            "if count > self.blocks:",
+        ),
+        ("index -k wrong_place", 'rows.tobytes() == b"".join(keys)', "True"),
+    ),
     "tiers/nvme/namespace.py": (("checksums -k O15", " + self.digest.encode()", ""),),
     "kvstore/core/manager.py": (
         ("manager", "(above is None or above.state is not _READY):", "above is None and False:"),
-        ("tiering manager -k O15_O20", ".slots.age((slot,), 2)", ".slots.age((slot,), 1)"),
+        ("tiering manager -k O15_O20", ".grow((slot,), 2)", ".grow((slot,), 1)"),
         (
             "manager -k O20_a_lease_holds",
-            "run, path = runs[group]",
-            "run, path = runs[group][0], True",
+            "run, linked, ready = paths[group]",
+            "run, linked, ready = paths[group].entries, True, False",
         ),
         (
             "manager -k O20_a_lease_holds",
@@ -373,7 +389,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if entry.slot in bad and entry.state is _READY and self.index.holds(entry):",
         ),
     ),
-    "kvstore/core/slots.py": (("manager -k O20_each_grant", "self.age(found, 1)"),),
+    "kvstore/core/slots.py": (("manager -k O20_each_grant", "self.generations.grow(found, 1)"),),
     "kvstore/core/leases.py": (
         (
             "manager -k O20_a_leased_block",

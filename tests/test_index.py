@@ -208,15 +208,30 @@ def test_what_is_ready_does_not_hang_below_what_is_only_coming() -> None:
     assert (index.holes, again.children) == (0, 1)
 
 
-@pytest.mark.parametrize("other", ["above", "nothing", "a longer path"])
+@pytest.mark.parametrize("other", ["above", "nothing", "a longer path", "another path"])
 def test_a_block_that_hangs_in_a_wrong_place_does_not_mislead_a_run(other: str) -> None:
     """Whoever stored it may have named another block as its parent."""
     index = Index()
     entries = store(index, path_of(("a", 3)))
     strange = store(index, path_of(("b", 6)))
-    above = {"above": entries[1], "nothing": None, "a longer path": strange[5]}[other]
+    above = {
+        "above": entries[1],
+        "nothing": None,
+        "a longer path": strange[5],
+        "another path": strange[2],  # as long as it should be
+    }[other]
     entries.append(add(index, path_of(("a", 9)).key(0, 3), above))
     assert index.run(path_of(("a", 4)), 0, 4).entries == entries
+
+
+def test_the_same_bytes_cut_elsewhere_are_other_names() -> None:
+    chain = path_of(("a", 3))
+    names = chain.keys(0, 2)
+    both = b"".join(names)
+    cut = [BlockKey(both[: len(names[0]) - 1]), BlockKey(both[len(names[0]) - 1 :])]
+    assert chain.starts_with(0, names)
+    assert not chain.starts_with(0, cut)
+    assert not chain.starts_with(0, [*chain.keys(0, 3), names[0]])
 
 
 def test_a_run_asks_for_few_keys() -> None:
