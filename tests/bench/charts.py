@@ -67,6 +67,12 @@ SIZES = {MIB // 2: "0.5 MiB", MIB: "1 MiB", 2 * MIB: "2 MiB", 4 * MIB: "4 MiB"}
 COUNTS = {10_000: "10,000 blocks", 100_000: "100,000 blocks", 1_000_000: "1,000,000 blocks"}
 HIT = "lookup_full_hit"
 IO = ("read", "write")
+HELD = ("1,000 blocks, all here", "half here, edited", "nothing here", "stored and evicted")
+MOVED = ("2 MiB", "64 KiB")
+MOVES = (
+    *("pulled from memory", "pushed from memory", "direct, from memory"),
+    *("pulled from disk", "pushed from disk", "direct, from disk"),
+)
 PEERS = {"none": "no connector", "native": "vLLM's own offloading", "ours": "kvstore"}
 
 CHARTS = (
@@ -174,8 +180,11 @@ CHARTS = (
             Row(of, label, {"of": of, "name": label})
             for of, labels in (
                 ("attach", ("lookup of 256 keys", "scheduler step, p99")),
-                ("index", ("1,000 blocks, all here", "half here, edited", "nothing here")),
+                ("index", HELD),
                 ("nvme", tuple(f"{way}, {size}" for way in IO for size in SIZES.values())),
+                ("vllm", ("computed", "engine's own cache", "CPU memory", "disk, after a restart")),
+                ("export", tuple(f"{size}, {way}" for size in MOVED for way in MOVES)),
+                ("handover", ("pulled", "pushed", "direct, pulled", "direct, pushed, TCP")),
             )
             for label in labels
         ),
