@@ -220,10 +220,7 @@ class Peers:
             case m.Welcome(agent, metadata):
                 self.links.welcome(link, message)
                 self._agents.meet(number, agent, metadata)
-                consumer.heard(number, self._now_ns)
-            case m.Starting():
-                self.links.starts(link)
-                consumer.heard(number, self._now_ns, STALL_NS)
+                consumer.heard(number, self._now_ns, 0 if agent else STALL_NS)
             case m.Refused(reason):
                 self._said.warn(
                     "peers that refuse", "peer %s: %s", link.address, reason[:LOGGED_MAX]

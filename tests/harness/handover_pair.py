@@ -130,7 +130,7 @@ class Pair:
                 self.producer.on_message(peer, message, self.giver.now_ns)
 
         def to_consumer(message: framing.Message) -> None:
-            if isinstance(message, m.Welcome | m.Refused | m.Noted | m.Starting):
+            if isinstance(message, m.Welcome | m.Refused | m.Noted):
                 self.welcome.append(message)
             elif peer == self.peer:
                 self.consumer.on_message(peer, message, self.taker.now_ns)
