@@ -43,6 +43,7 @@ from kvstore.handover.transfers import (
     Reachable,
     Summed,
     Transfers,
+    Unmapped,
     Written,
 )
 from kvstore.logs import RateLog
@@ -426,7 +427,7 @@ class Peers:
                 self._on_down(reason)
             case Reachable():
                 self.exported.reachable(event)
-            case nixl.Unmapped(extent):
+            case Unmapped(extent):
                 self.exported.unmapped(extent)
             case Summed(part, sums):
                 self.producer.summed(part, sums)

@@ -118,6 +118,12 @@ class Reachable(msgspec.Struct, frozen=True):
     metadata: bytes
 
 
+class Unmapped(msgspec.Struct, frozen=True):
+    """The exporter maps an extent no more."""
+
+    extent: int
+
+
 class Summed(msgspec.Struct, frozen=True):
     """Checksums of blocks that are handed over."""
 
@@ -149,9 +155,7 @@ class Arrived(msgspec.Struct, frozen=True):
     ok: bool
 
 
-Event = (
-    nixl.Ready | supervisor.Down | Reachable | nixl.Unmapped | Summed | Checked | Written | Arrived
-)
+Event = nixl.Ready | supervisor.Down | Reachable | Unmapped | Summed | Checked | Written | Arrived
 
 
 def batch_blocks(block_bytes: int, of: int) -> int:
@@ -370,13 +374,13 @@ class Transfers:
         match event:
             case nixl.Ready():
                 return [event]
-            case nixl.Mapped(extent, address):
+            case nixl.Mapped(extent, int(address)):
                 self._addresses[extent] = address
             case nixl.Metadata(metadata):
                 return self._reachable(metadata)
-            case nixl.Unmapped(extent, ""):
+            case nixl.Mapped(extent, text=""):
                 return self._unmapped(extent)
-            case nixl.Unmapped(extent, text):
+            case nixl.Mapped(extent, text=text):
                 log.error("peers cannot reach extent %d: %s", extent, text)
                 self._unmappable.add(extent)
             case nixl.Ended(number, moved, _, error):
@@ -393,7 +397,7 @@ class Transfers:
     def _unmapped(self, extent: int) -> Sequence[Event]:
         landing = self._leaving.pop(extent, None)
         if landing is None:
-            return [nixl.Unmapped(extent)]
+            return [Unmapped(extent)]
         landing.close()
         return []
 

@@ -179,7 +179,7 @@ class Mover(Moves):
         self._events.append(moves.Reachable(extent, 4096 * extent, b"metadata"))
 
     def unexport(self, extent: int) -> None:
-        self._events.append(nixl.Unmapped(extent))
+        self._events.append(moves.Unmapped(extent))
 
     def fds(self) -> Iterator[int]:
         yield from ()

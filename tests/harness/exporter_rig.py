@@ -77,7 +77,7 @@ class Side:
                 case Ended(number):
                     assert number not in self.ended, "a transfer ends once"
                     self.ended[number] = event
-                case Mapped(extent, address):
+                case Mapped(extent, int(address)):
                     self.addresses[extent] = address
                 case Metadata(metadata):
                     self.metadata = metadata
@@ -90,6 +90,11 @@ class Side:
     def of(self, kind: type[E]) -> list[E]:
         """Its events of a kind."""
         return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def unmapped(self) -> list[Mapped]:
+        """What it said of extents that are not mapped."""
+        return [event for event in self.of(Mapped) if event.address is None]
 
     def meet(self, peer: Side) -> None:
         self.exporter.add_peer(peer.name, peer.metadata)
