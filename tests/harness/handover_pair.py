@@ -182,12 +182,12 @@ class Pair:
         if connection != 10:
             return
         match message:
+            case p.Places(fetch=fetch, push=True):
+                self.pushing.append(fetch)
             case p.Places(fetch=fetch, positions=positions):
                 self.passed_on += [(fetch, at) for at in from_u32(positions)]
                 if message.engine is not None:
                     self.in_engines.append(message)
-            case p.Push(fetch=fetch):
-                self.pushing.append(fetch)
             case p.Passed(fetch, positions, ok, written):
                 for at in from_u32(positions):
                     self.passed[fetch, at] = ok
