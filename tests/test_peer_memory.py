@@ -15,7 +15,7 @@ from kvstore.units import MIB
 from kvstore.wire import peer as m
 from tests.harness.patience import WAIT_S
 from tiers.nixl import supervisor
-from tiers.nixl.messages import Mapped, Metadata
+from tiers.nixl.messages import Mapped, Ready
 from tiers.nixl.supervisor import Event
 
 SLOT = MIB // 4
@@ -38,7 +38,7 @@ class Exporter:
             self.events.append(Mapped(extent, text="no"))
             return
         self.mapped[extent] = writable
-        self.events += [Mapped(extent, 4096 * extent), Metadata(b"m")]
+        self.events += [Mapped(extent, 4096 * extent), Ready("agent", b"m")]
 
     def unmap(self, extent: int) -> None:
         del self.mapped[extent]

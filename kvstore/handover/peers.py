@@ -419,8 +419,8 @@ class Peers:
     def _on_event(self, event: Event) -> None:
         match event:
             case nixl.Ready():
-                self.exported.up = event
-                for link in self.links.all.values():
+                started, self.exported.up = self.exported.up is None, event
+                for link in self.links.all.values() if started else ():
                     self._inlets[link.digest].heard(link.number, self._now_ns)
                     self.links.greet(link)
             case Down(reason):

@@ -111,11 +111,10 @@ class Slots(NamedTuple):
 
 
 class Reachable(msgspec.Struct, frozen=True):
-    """Peers can reach an extent; metadata says how."""
+    """Peers can reach an extent."""
 
     extent: int
     base: int
-    metadata: bytes
 
 
 class Unmapped(msgspec.Struct, frozen=True):
@@ -372,12 +371,10 @@ class Transfers:
 
     def _on(self, event: supervisor.Event) -> Sequence[Event]:
         match event:
-            case nixl.Ready():
-                return [event]
+            case nixl.Ready(_, metadata):
+                return [event, *self._reachable(metadata)]
             case nixl.Mapped(extent, int(address)):
                 self._addresses[extent] = address
-            case nixl.Metadata(metadata):
-                return self._reachable(metadata)
             case nixl.Mapped(extent, text=""):
                 return self._unmapped(extent)
             case nixl.Mapped(extent, text=text):
@@ -406,7 +403,7 @@ class Transfers:
         for landing in self._landings.values():
             if landing.extent in addresses:
                 landing.base, landing.metadata = addresses[landing.extent], metadata
-        return [Reachable(extent, address, metadata) for extent, address in addresses.items()]
+        return [Reachable(extent, address) for extent, address in addresses.items()]
 
     def _ended(self, number: int, moved: int, error: str | None) -> Event:
         found = self._transfers.pop(number)

@@ -485,11 +485,10 @@ class Server:
         self._descriptors: deque[int] = deque()
         self._passed = 0  # number of the first of them
         self._answers = bytearray()
-        self._changed = False  # since the store was last told how to reach us
+        self._changed = True  # since the store was last told how to reach us
 
     def run(self) -> None:
         """Serve until the store closes the socket. Raises ProtocolError if it sends no frames."""
-        self._tell(m.Ready(self._agent.name, self._agent.metadata()))
         while True:
             self._flush()
             readable, _, _ = select.select([self._store], [], [], self._transfers.nap_s)
@@ -504,7 +503,7 @@ class Server:
     def _flush(self) -> None:
         if self._changed:
             self._changed = False
-            self._tell(m.Metadata(self._agent.metadata()))
+            self._tell(m.Ready(self._agent.name, self._agent.metadata()))
         if self._answers:
             self._store.sendall(self._answers)
             self._answers.clear()

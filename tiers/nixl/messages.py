@@ -4,7 +4,7 @@
                                                  started
         <------------------------------- Ready   its name, fresh; how to reach it
       Map + fd --------------------------------> maps, registers
-        <-------------------- Mapped, Metadata   how to reach it now
+        <----------------------- Mapped, Ready   how to reach it now
       Peer ------------------------------------> how to reach a peer's exporter
       Transfer, Fill --------------------------> moves
         <------------------------------- Ended
@@ -118,7 +118,10 @@ class Ping(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The exporter runs. name: of its agent, never used before."""
+    """How to reach the exporter and all that is mapped: once it runs, and again after Mapped.
+
+    name: of its agent, never used before. One comes for many Mapped.
+    """
 
     name: str
     metadata: bytes
@@ -133,12 +136,6 @@ class Mapped(Message, frozen=True):
     extent: int
     address: int | None = None
     text: str = ""
-
-
-class Metadata(Message, frozen=True):
-    """How to reach all that is mapped; comes after Mapped, once for many of them."""
-
-    metadata: bytes
 
 
 class Ended(Message, frozen=True):
@@ -169,4 +166,4 @@ class Wrong(Message, frozen=True):
 
 
 ToExporter = Map | Peer | Transfer | Fill | Abandon | Ping
-ToStore = Ready | Mapped | Metadata | Ended | Wrong | Ping
+ToStore = Ready | Mapped | Ended | Wrong | Ping

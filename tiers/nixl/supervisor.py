@@ -59,7 +59,7 @@ class Down(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = m.Ready | m.Mapped | m.Metadata | m.Ended | m.Wrong | Down
+Event = m.Ready | m.Mapped | m.Ended | m.Wrong | Down
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -463,7 +463,7 @@ class Exporter:
                 log.error("the exporter did not understand: %r", text[:_TEXT_MAX])
                 if self._wrong > _WRONG_MAX:
                     raise ProtocolError(f"{self._wrong} messages not understood")
-            case m.Metadata() | m.Wrong():
+            case m.Wrong():
                 self._events.append(message)
 
     def _on_extent(self, message: m.Mapped) -> None:
