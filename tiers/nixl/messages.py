@@ -118,9 +118,9 @@ class Ping(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """How to reach the exporter and all that is mapped: once it runs, and again after Mapped.
+    """How to reach the exporter and all that is mapped.
 
-    name: of its agent, never used before. One comes for many Mapped.
+    Comes once it runs, and again after one or more Mapped. name: of its agent, never used before.
     """
 
     name: str
@@ -156,8 +156,8 @@ class Ended(Message, frozen=True):
 class Wrong(Message, frozen=True):
     """A message could not be understood, and is skipped.
 
-    peer: that cannot be added; transfers with it end as "gone". last: the exporter cannot work,
-    and ends.
+    peer: one that cannot be added; transfers with it end as "gone". last: the exporter cannot
+    work, and ends.
     """
 
     text: str

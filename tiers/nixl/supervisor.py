@@ -279,15 +279,15 @@ class Exporter:
     def map(self, extent: int, fd: int, size: int, *, writable: bool) -> None:
         """Let peers reach the first `size` bytes of a sealed memfd, in this process and the next.
 
-        Mapped comes for each process anew: addresses differ. The descriptor stays open until it
-        comes without one; with a text: it cannot be mapped.
+        Mapped comes for each process anew: addresses differ. The descriptor stays open until one
+        without an address has come; with a text: it cannot be mapped.
         """
         check(extent not in self._extents, f"extent {extent} is mapped already")
         self._extents[extent] = _Extent(fd, size, writable)
         self._send_extent(extent)
 
     def unmap(self, extent: int) -> None:
-        """Unmap an extent once no transfer uses it, then Mapped comes; open transfers fail."""
+        """Unmap an extent once no transfer uses it; Mapped says when. Open transfers fail."""
         check(extent in self._extents, f"extent {extent} is not mapped")
         self._extents[extent].leaving = True
         if self._running:
