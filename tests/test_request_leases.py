@@ -301,12 +301,16 @@ def test_B11_a_heartbeat_before_the_end_counts_after_it() -> None:
     assert rig.after(4 * S) == 3
 
 
-@pytest.mark.parametrize("lease_ms", [-1, 600_001])
+@pytest.mark.parametrize("lease_ms", [0, -1, 600_001])
 def test_B11_a_lease_is_bounded(lease_ms: int) -> None:
     rig = Rig()
     rig.hold()
+    want = m.Want(1, rig.chain[0], 32, (u32([0]),), lease_ms=lease_ms)
     with pytest.raises(ProtocolError, match=f"a lease of {lease_ms} ms"):
-        rig.keep("r", lease_ms)
+        rig.producer.on_message(rig.peer, want, rig.giver.now_ns)
+    if lease_ms:  # to keep for 0 is to be done
+        with pytest.raises(ProtocolError, match=f"a lease of {lease_ms} ms"):
+            rig.keep("r", lease_ms)
 
 
 def test_L4_a_heartbeat_does_not_move_a_time_to_live() -> None:
