@@ -4,7 +4,7 @@ One block of such a load, named by its fetch and its position there:
 
     wanted --Places: it can be read--> reading --> read, reported to the store (Arrived)
     read --Places once more: it was overwritten in the peer's engine--> reading, from elsewhere
-    wanted --Push: the store hears our engine blocks (Target)--> being written by the peer
+    wanted --Places(push): the store hears where (Target)--> being written by the peer
     any of these --Passed, from the store: the peer held it until then--> valid, or failed
 
 A load ends, complete or failed, only when no read or write of it is under way. Transfers that do
@@ -44,7 +44,7 @@ FetchBlock = tuple[int, int]
 """A fetch, and a position in it."""
 Send = Callable[[framing.Message], None]
 """Sends a message to the store."""
-FetchMessage = p.Places | p.Push | p.Passed
+FetchMessage = p.Places | p.Passed
 WriteEnd = Literal["all", "none", "failed"]
 """How a write ended: see p.BlocksWritten."""
 
@@ -309,15 +309,13 @@ class DirectTransfers:
             fetch = self._fetches.setdefault(message.fetch, _Fetch())
             while len(self._fetches) > FETCHES_MAX:
                 del self._fetches[next(iter(self._fetches))]
-            if isinstance(message, p.Push):
-                fetch.pushed = True
-                continue
             positions = framing.from_u32(message.positions)
             if isinstance(message, p.Passed):
                 fetch.valid.update(dict.fromkeys(positions, message.ok))
                 fetch.written.difference_update(positions)
                 fetch.written.update(positions if message.written else ())
                 continue
+            fetch.pushed |= message.push
             if message.engine is not None:
                 fetch.add_engine_blocks(message.engine, message, positions)
                 continue

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.02
 SHUTDOWN_WAIT_S = 5.0  # for stores that are queued; a copy takes milliseconds
 _READ_S = 0.1
-_FETCH_MESSAGES = p.Places | p.Push | p.Passed
+_FETCH_MESSAGES = p.Places | p.Passed
 
 
 class WorkerHalf:

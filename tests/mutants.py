@@ -309,8 +309,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "peer_limits -k P4",
             "elif isinstance(message, m.Settle) and not message.lease_ms:",
         ),
-        ("links -k B2", 'if link.stage not in {"greeted", "starting"}:'),
-        ("links -k B2", 'if link.stage != "greeted":'),
+        (
+            "links -k B2",
+            'if link.stage != "greeted" and not (link.stage == "starting" and message.agent):',
+        ),
+        ("links -k B2", '"starting" and message.agent)', '"starting")'),
     ),
     "kvstore/handover/peers.py": (
         ("barriers -k S2_nothing_stays", "self.producer.request_leases.clear()"),

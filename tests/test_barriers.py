@@ -83,7 +83,7 @@ def test_S2_what_a_peers_message_meets_costs_its_connection(
         bad.add(max(place.prefill.wire.lines.all))
         message: Any = place.hello()
         if verb == "_of_request":
-            message = m.Done("namespace", "request")
+            message = m.Keep("namespace", "request", 0)
         say(message)
         say(wanted(hashes(2, f"{number}")))
         place.turns(2)

@@ -245,7 +245,7 @@ def pushed() -> Worker:
     worker = Worker()
     assert not worker.advance()
     assert not worker.said, "who reads names nothing"
-    worker.reads.receive(p.Push(9))
+    worker.reads.receive(p.Places(9, push=True))
     assert not worker.advance()
     return worker
 

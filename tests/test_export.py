@@ -289,7 +289,7 @@ def test_what_a_request_has_computed_is_held_until_it_was_fetched() -> None:
     pair.decode.ask(chain)
     pair.run(20)
     assert pair.arrived(chain) == 4
-    done = m.Done(pair.source.layout.digest, "r")
+    done = m.Keep(pair.source.layout.digest, "r", 0)
     pair.producer.on_message(pair.peer, done, pair.giver.now_ns)
     assert pins(pair) == [0, 0, 0, 0]
     assert len(pair.producer.request_leases) == 0

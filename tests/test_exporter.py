@@ -131,11 +131,11 @@ def test_metadata_that_is_none_or_anothers_is_refused(pair: tuple[Side, Side]) -
     ours.exporter.add_peer("alias", theirs.metadata)
     ours.exporter.add_peer("empty", b"")
     ours.exporter.add_peer(ours.name, ours.metadata)
-    wait(ours, lambda: len(ours.of(m.PeerRefused)) == 4)
-    assert {event.peer for event in ours.of(m.PeerRefused)} == {
+    wait(ours, lambda: len(ours.of(m.Wrong)) == 4)
+    assert {event.peer for event in ours.of(m.Wrong)} == {
         "random", "alias", "empty", ours.name
     }  # fmt: skip
-    alias = next(event for event in ours.of(m.PeerRefused) if event.peer == "alias")
+    alias = next(event for event in ours.of(m.Wrong) if event.peer == "alias")
     assert alias.text == f"metadata of '{theirs.name}', expected 'alias'"
     for peer in ("random", "alias", "empty", ours.name):
         ours.exporter.remove_peer(peer)
@@ -192,8 +192,8 @@ def random_message(rng: random.Random) -> Message:
     name = rng.choice(("", "told", "x" * 300, "\0"))
     return rng.choice(
         (
-            m.Map(number, other, rng.random() < 0.5, number),
-            m.Unmap(number),
+            m.Map(number, number, other, rng.random() < 0.5),
+            m.Map(number, None),
             m.Peer(name, data),
             m.Peer(name, None),
             m.Abandon(number),
@@ -209,21 +209,20 @@ def test_anything_that_is_said_is_answered_and_ends_nothing(told: Told) -> None:
         for _ in range(rng.choice((0, 0, 1, 3))):
             body[rng.randrange(len(body))] = rng.randrange(256)
         told.raw(rng.randbytes(rng.randrange(60)) if rng.random() < 0.2 else bytes(body))
-    told.said.clear()
-    told.child.send(m.Unmap(424242))
+    told.child.send(m.Map(424242, None))
     wrong = "extent 424242 to unmap, expected one of []"
     while m.Wrong(wrong) not in told.until(m.Wrong):  # all before has been read
         told.hear()
+    told.said.clear()
     extent = filled(MIB, 4 * KIB, 1)
     told.raw(b"nothing, with something", extent.fd)
-    told.child.send(m.Map(77, extent.bytes, False, 1), extent.fd)
+    told.child.send(m.Map(77, 1, extent.bytes), extent.fd)
     assert [one.extent for one in told.until(m.Mapped) if isinstance(one, m.Mapped)] == [77]
     assert told.child.ended() is None
-    told.child.send(m.Map(77, extent.bytes, False, 2), extent.fd)
-    told.child.send(m.Unmap(77))
-    while m.Unmapped(77) not in told.until(m.Unmapped):
-        told.hear()
-    assert m.Unmapped(77, "extent 77 is mapped already") in told.said
+    told.child.send(m.Map(77, 2, extent.bytes), extent.fd)
+    told.child.send(m.Map(77, None))
+    already = "extent 77 is mapped already"
+    assert told.until(m.Mapped, 3)[1:] == [m.Mapped(77, text=already), m.Mapped(77)]
     extent.close()
 
 
@@ -237,9 +236,9 @@ def test_only_sealed_memory_that_is_there_is_mapped(told: Told) -> None:
     for number, (fd, size) in enumerate(
         [(extent.fd, 0), (extent.fd, extent.bytes + 1), (loose, MIB), (pipe, 1)]
     ):
-        told.child.send(m.Map(10 + number, size, False, first + number), fd)
-    told.child.send(m.Map(20, MIB, False, first + 9))  # comes without
-    found = [one.text for one in told.until(m.Unmapped, 5) if isinstance(one, m.Unmapped)]
+        told.child.send(m.Map(10 + number, first + number, size), fd)
+    told.child.send(m.Map(20, first + 9, MIB))  # comes without
+    found = [one.text for one in told.until(m.Mapped, 5) if isinstance(one, m.Mapped)]
     assert found[0] == f"0 bytes to map, expected 1 to {extent.bytes}, its size"
     assert found[1] == f"{extent.bytes + 1} bytes to map, expected 1 to {extent.bytes}, its size"
     assert found[2] == "seals 0x0, expected F_SEAL_SHRINK among them"
@@ -261,8 +260,9 @@ def test_none_of_the_stores_environment_is_in_its_memory(told: Told) -> None:
 
 
 def test_it_ends_when_it_cannot_tell_messages_apart(told: Told) -> None:
+    told.said.clear()
     told.child._outbox.append((memoryview(struct.pack("<I", 1 << 30)), None))
     told.child.flush()
-    (failed,) = told.until(m.Failed)
-    assert failed == m.Failed(f"frame of {1 << 30} bytes, at most {framing.FRAME_BYTES_MAX}")
+    text = f"frame of {1 << 30} bytes, at most {framing.FRAME_BYTES_MAX}"
+    assert told.until(m.Wrong) == [m.Wrong(text, last=True)]
     assert told.child.ended(WAIT_S) == "it ended with 1"

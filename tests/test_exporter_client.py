@@ -23,7 +23,7 @@ from tests.bench.steal import Watch
 from tests.harness.exporter_rig import EXPORT, KIB, LANDING, MIB, Side, end, start_all, wait
 from tests.harness.patience import WAIT_S
 from tiers.nixl import supervisor
-from tiers.nixl.messages import Ended, Mapped, Ready, Transfer, Unmapped, Wrong
+from tiers.nixl.messages import Ended, Mapped, Ready, Transfer, Wrong
 from tiers.nixl.supervisor import Down, Exporter, Settings
 
 pytestmark = pytest.mark.slow
@@ -71,7 +71,7 @@ def test_it_closes_in_time_even_while_it_is_stopped(side: Side) -> None:
     assert promptly(lambda: side.take(side.exporter.close())) < PROMPTLY_S
     assert gone(pid, 0.1)
     assert side.ended[number].error == "failed"
-    assert {event.extent for event in side.of(Unmapped)} == {EXPORT, LANDING}
+    assert {event.extent for event in side.unmapped} == {EXPORT, LANDING}
     assert side.exporter.close() == []
     assert side.exporter.poll(time.monotonic_ns()) == []
 
@@ -98,7 +98,7 @@ def test_signals_of_a_terminal_are_for_the_store(side: Side) -> None:
     sent(side, signal.SIGINT)
     sent(side, signal.SIGTERM)
     side.exporter.unmap(LANDING)
-    wait(side, lambda: side.of(Unmapped))
+    wait(side, lambda: side.unmapped)
     assert side.exporter.pid == pid
     assert os.getsid(pid) == pid
 
@@ -191,9 +191,9 @@ def test_abandoning_what_has_ended_or_was_never_there_is_nothing(side: Side) -> 
 
 LIES: dict[str, list[Message]] = {
     "the end of transfer 99, which is not open": [Ended(99, 0, 0.0)],
-    "Unmapped of extent 1, which was not asked for": [Unmapped(1)],
-    "Mapped of extent 9, which was not asked for": [Mapped(9, 4096)],
-    "Unmapped of extent 9, which was not asked for": [Unmapped(9, "no")],
+    "extent 1 unmapped, which was not asked for": [Mapped(1)],
+    "extent 9 mapped, which was not asked for": [Mapped(9, 4096)],
+    "extent 9 unmapped, which was not asked for": [Mapped(9, text="no")],
     "101 messages not understood": [Wrong("x" * 10_000)] * 200,
 }
 
@@ -213,7 +213,7 @@ def test_an_exporter_that_was_tampered_with_is_ended(
         wait(side, lambda cycle=cycle: len(side.of(Down)) > cycle)  # type: ignore[misc]
         assert side.of(Down)[-1].reason.startswith(f"invalid message: {text}")
         side.exporter._pause_ns = side.exporter._start_ns = 0
-    assert not side.of(Unmapped)
+    assert not side.unmapped
     assert not side.ended
     assert max(len(record.getMessage()) for record in caplog.records) < 1000
 
@@ -225,10 +225,10 @@ def test_an_extent_that_cannot_be_mapped_and_was_to_be_unmapped_is_unmapped(side
     assert child is not None
     side.exporter.unmap(EXPORT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "receive", partial(iter, [Unmapped(EXPORT, "no")]))
+        patch.setattr(child, "receive", partial(iter, [Mapped(EXPORT, text="no")]))
         patch.setattr(side.exporter, "_epoll", SimpleNamespace(poll=lambda timeout: [timeout]))
         side.poll()
-    assert side.of(Unmapped) == [Unmapped(EXPORT)]
+    assert side.unmapped == [Mapped(EXPORT)]
 
 
 def test_an_extent_that_is_unmapped_while_nothing_runs(side: Side) -> None:
@@ -236,13 +236,13 @@ def test_an_extent_that_is_unmapped_while_nothing_runs(side: Side) -> None:
     sent(side, signal.SIGSTOP)
     side.exporter.unmap(LANDING)
     side.exporter.restart("a test")
-    assert not side.of(Unmapped), "not before its end"
+    assert not side.unmapped, "not before its end"
     wait(side, lambda: side.of(Down))
-    assert [event.extent for event in side.of(Unmapped)] == [LANDING]
+    assert [event.extent for event in side.unmapped] == [LANDING]
     assert side.of(Down)[0].reason == "a test: it was ended by SIGKILL"
     side.exporter.unmap(EXPORT)
     side.poll()
-    assert [event.extent for event in side.of(Unmapped)] == [LANDING, EXPORT]
+    assert [event.extent for event in side.unmapped] == [LANDING, EXPORT]
 
 
 def test_no_process_or_descriptor_is_left_behind() -> None:

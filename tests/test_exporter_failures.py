@@ -286,7 +286,7 @@ def test_memory_goes_once_nothing_uses_it(trio: tuple[Side, Side, Side]) -> None
     pushed = ours.start(theirs, everything(ours), write=True)
     ours.exporter.unmap(LANDING)
     refused = ours.start(theirs, [(0, 0)])
-    wait(ours, lambda: ours.of(m.Unmapped))
+    wait(ours, lambda: ours.unmapped)
     assert number in ours.ended, "before it is gone"
     if ours.ended[number].error:
         assert ours.ended[number].error == "refused"

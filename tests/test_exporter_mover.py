@@ -17,7 +17,7 @@ from tiers.cpu import CpuExtent
 from tiers.nixl import exporter as under_test
 from tiers.nixl.agent import Agent, Blocks, Flight, Indices, Places, Region
 from tiers.nixl.exporter import CHUNK_BYTES, FLIGHTS_MAX, LONG_NAP_S, NAP_S, Extent, TransferLoop
-from tiers.nixl.messages import Ended, ErrorClass, MoveError, PeerRefused, Transfer, Unmapped
+from tiers.nixl.messages import Ended, ErrorClass, Mapped, MoveError, Transfer, Wrong
 
 SLOT = 4096
 SIZE = 64 * SLOT
@@ -140,7 +140,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.agent = FakeAgent()
-        self.said: list[Ended | Unmapped | PeerRefused] = []
+        self.said: list[Ended | Mapped | Wrong] = []
         self.now_s = 0.0
         self.mover = TransferLoop(self.agent, self.said.append, lambda: self.now_s)
         self.memory = CpuExtent(SIZE + SLOT, SLOT)
@@ -339,9 +339,9 @@ def test_metadata_that_cannot_be_used_or_is_anothers(rig: Rig) -> None:
     rig.mover.add_peer("alias", b"another")
     rig.mover.add_peer("alias2", b"a")
     assert rig.said == [
-        PeerRefused("bad", "bad"),
-        PeerRefused("alias", "metadata of 'another', expected 'alias'"),
-        PeerRefused("alias2", "metadata of 'a', expected 'alias2'"),
+        Wrong("bad", "bad"),
+        Wrong("metadata of 'another', expected 'alias'", "alias"),
+        Wrong("metadata of 'a', expected 'alias2'", "alias2"),
     ]
     assert rig.agent.forgotten == {"another": 1}, "and a is still known"
     number = rig.start("bad", 1)
@@ -357,13 +357,13 @@ def test_memory_is_unmapped_once_nothing_is_under_way_there(rig: Rig) -> None:
     assert rig.mover.remove_extent(2) is None
     assert rig.ended()[waiting].error == "refused"
     rig.steps(10)
-    assert Unmapped(2) not in rig.said
+    assert Mapped(2) not in rig.said
     assert len(rig.agent.regions) == 2
     late = rig.start("b", 1)
     assert rig.ended()[late].error == "refused"
     rig.agent.slow.clear()
     rig.steps()
-    assert rig.said.index(Unmapped(2)) > rig.said.index(rig.ended()[number])
+    assert rig.said.index(Mapped(2)) > rig.said.index(rig.ended()[number])
     assert rig.ended()[other].error is None
     assert len(rig.agent.regions) == 1
     assert rig.mover.remove_extent(2) == "extent 2 to unmap, expected one of [1]"

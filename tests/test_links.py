@@ -15,7 +15,7 @@ from tests.harness.posts import Post, make_posts, until
 from tests.test_peer_limits import Place, wanted
 
 HELLO = m.Hello(m.VERSION, "n", {})
-WELCOME = m.Welcome("agent", b"metadata")
+WELCOME, STARTING = m.Welcome("agent", b"metadata"), m.Welcome()
 
 made = pytest.fixture(make_posts)
 
@@ -43,7 +43,7 @@ class Asking:
 def test_what_is_wanted_waits_for_welcome_and_what_is_said_of_requests_does_not(
     made: Callable[..., Post],
 ) -> None:
-    asking, done = Asking(made), m.Done("n", "r")
+    asking, done = Asking(made), m.Keep("n", "r", 0)
     asking.up = False
     for job in (1, 2):
         asking.say(wanted(hashes(1), job))
@@ -55,7 +55,7 @@ def test_what_is_wanted_waits_for_welcome_and_what_is_said_of_requests_does_not(
     asking.say(m.Settle(2, 30_000))  # a heartbeat of what was not sent says nothing
     asking.say(m.Settle(1, 0))
     assert asking.heard(2) == [done, HELLO]
-    asking.links.starts(asking.link)
+    asking.links.welcome(asking.link, STARTING)
     asking.links.welcome(asking.link, WELCOME)
     asking.say(m.Settle(2, 30_000))
     assert asking.heard(4)[2:] == [wanted(hashes(1), 2), m.Settle(2, 30_000)]
@@ -66,16 +66,16 @@ def test_what_is_wanted_waits_for_welcome_and_what_is_said_of_requests_does_not(
     "said",
     [
         (WELCOME,),
-        (m.Starting(),),
-        (HELLO, m.Starting(), m.Starting()),
-        (HELLO, WELCOME, m.Starting()),
+        (STARTING,),
+        (HELLO, STARTING, STARTING),
+        (HELLO, WELCOME, STARTING),
         (HELLO, WELCOME, WELCOME),
     ],
 )
 def test_B2_what_a_peer_says_of_itself_in_another_order_is_refused(
     said: tuple[framing.Message, ...],
 ) -> None:
-    """Each Starting makes a fetch wait ten seconds longer; a Welcome names an agent."""
+    """A Welcome names an agent; each without one makes a fetch wait ten seconds longer."""
     place, ends = Place(), list[End]()
 
     def accept(end: End) -> tuple[int, Callable[[bytes], None]]:

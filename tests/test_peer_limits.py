@@ -230,7 +230,7 @@ def test_S2_what_names_many_peers_at_once_dials_a_few(
 def test_P4_what_a_peer_was_never_sent_does_not_wait_for_it(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A peer whose exporter cannot start says Starting, and never Welcome."""
+    """The Welcome of a peer whose exporter cannot start never names an agent."""
     monkeypatch.setattr(place.prefill.peers.producer, "_exporter", lambda: None)
     address = place.prefill.peers.channel.address
     for _ in range(5):

@@ -10,12 +10,12 @@ import pytest
 
 from kvstore.handover import transfers
 from kvstore.handover.runs import Part
-from kvstore.handover.transfers import Landing, SlotMove, Transfers
+from kvstore.handover.transfers import Landing, SlotMove, Transfers, Unmapped
 from kvstore.units import MIB
 from kvstore.wire import peer as m
 from tests.harness.patience import WAIT_S
 from tiers.nixl import supervisor
-from tiers.nixl.messages import Mapped, Metadata, Unmapped
+from tiers.nixl.messages import Mapped, Ready
 from tiers.nixl.supervisor import Event
 
 SLOT = MIB // 4
@@ -35,14 +35,14 @@ class Exporter:
 
     def map(self, extent: int, _fd: int, _size: int, *, writable: bool) -> None:
         if self.fails:
-            self.events.append(Unmapped(extent, "no"))
+            self.events.append(Mapped(extent, text="no"))
             return
         self.mapped[extent] = writable
-        self.events += [Mapped(extent, 4096 * extent), Metadata(b"m")]
+        self.events += [Mapped(extent, 4096 * extent), Ready("agent", b"m")]
 
     def unmap(self, extent: int) -> None:
         del self.mapped[extent]
-        self.events.append(Unmapped(extent))
+        self.events.append(Mapped(extent))
 
     def start(self, _move: object) -> int:
         self.started += 1

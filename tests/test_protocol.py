@@ -64,7 +64,7 @@ TO_ENGINE: tuple[framing.Message, ...] = (
         (b"old",),
     ),
     p.Places(5, u32([0, 2]), u32([7, 1]), "agent", b"md", 4096),
-    p.Push(5),
+    p.Places(5, push=True),
     p.Passed(5, u32([2]), ok=False),
     p.WriteBlocks(
         7, 0, (RankPages("agent", b"md", ((PageRun(0, 512, 2, 4096, 1024, 512),),)),), b"", b""

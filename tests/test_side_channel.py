@@ -78,10 +78,10 @@ def test_two_stores_that_dial_each_other_at_once_have_a_connection_each(
         post.channel.send(number, m.Settle(job, 0))
     until(lambda: all(post.got for post in posts), *posts)
     for post in posts:
-        post.channel.send(post.got[0][0], m.Starting())
+        post.channel.send(post.got[0][0], m.Welcome())
     until(lambda: all(len(post.got) == 2 for post in posts), *posts)
     for job, (post, number) in enumerate(zip(posts, numbers, strict=True)):
-        assert [message for _, message in post.got] == [m.Settle(1 - job, 0), m.Starting()]
+        assert [message for _, message in post.got] == [m.Settle(1 - job, 0), m.Welcome()]
         assert post.got[1][0] == number != post.got[0][0]
         assert not post.lost
         assert not post.channel.counts

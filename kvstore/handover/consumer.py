@@ -185,7 +185,7 @@ class Consumer:
             for run in runs_of(wanted):
                 fetch.states.put(run, CLAIMED)
             if push:
-                direct.tell(p.Push(number))
+                direct.tell(p.Places(number, push=True))
             direct.readable(fetch, wanted)
             self.claimed(number)
 

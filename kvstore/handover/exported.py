@@ -5,8 +5,6 @@ When the exporter is started again it has another name, and its memory other add
 
 from __future__ import annotations
 
-import msgspec
-
 from kvstore.handover.jobs import OwnExporter
 from kvstore.handover.transfers import Reachable, Transfers
 from kvstore.wire import peer as m
@@ -48,8 +46,6 @@ class ExportedMemory:
 
     def reachable(self, found: Reachable) -> None:
         """Note how peers reach an extent."""
-        if self.up is not None:
-            self.up = msgspec.structs.replace(self.up, metadata=found.metadata)
         if slots := self._slots.get(found.extent):
             self._regions[found.extent] = m.Region(found.extent, found.base, slots)
 

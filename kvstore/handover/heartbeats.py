@@ -18,7 +18,6 @@ from kvstore.handover.links import Links
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.wire import peer as m
 from kvstore.wire.engine import HandedOver, Step
-from kvstore.wire.framing import Message
 
 WAITING_MAX = 1 << 16
 
@@ -142,14 +141,14 @@ class Requests:
 
     def _let_go(self, held: Held) -> None:
         self._waiting.end(held)
-        self.counts["done"] += self._tell(held, m.Done(held.namespace, held.request))
+        self.counts["done"] += self._keep(held, 0)
 
     def _beat(self, held: Held) -> None:
-        beat = m.Keep(held.namespace, held.request, LEASE_MS)
-        self.counts["heartbeats"] += self._tell(held, beat)
+        self.counts["heartbeats"] += self._keep(held, LEASE_MS)
 
-    def _tell(self, held: Held, message: Message) -> bool:
-        return self._links.tell(held.address, held.namespace, message)
+    def _keep(self, held: Held, lease_ms: int) -> bool:
+        keep = m.Keep(held.namespace, held.request, lease_ms)
+        return self._links.tell(held.address, held.namespace, keep)
 
     def tick(self, now_ns: int) -> None:
         """Send the heartbeats that are due."""

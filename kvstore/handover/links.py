@@ -1,9 +1,9 @@
 """Connections to the peers that are asked: one for each of their addresses and our namespaces.
 
     dialled --something is wanted, our exporter runs: Hello--> greeted --Welcome--> welcome
-                                                                  +--Starting--> starting --^
+                                                   +--Welcome without an agent--> starting --^
 
-A Want waits until its link is welcome; Keep and Done need no Hello. A user's request may name any
+A Want waits until its link is welcome; Keep needs no Hello. A user's request may name any
 address, so the number of links is limited; the link that was unused longest is closed first.
 """
 
@@ -140,16 +140,16 @@ class Links:
             link.stage = "greeted"
             self._channel.send(link.number, hello)
 
-    def starts(self, link: Link) -> None:
-        """A peer's exporter is being started. Raises ProtocolError: it says so once."""
-        if link.stage != "greeted":
-            raise ProtocolError(f"Starting, though this connection is {link.stage}")
-        link.stage = "starting"
-
     def welcome(self, link: Link, message: m.Welcome) -> None:
-        """Say what has waited. Raises ProtocolError where no Hello was said, or a Welcome was."""
-        if link.stage not in {"greeted", "starting"}:
+        """Say what has waited, unless the peer's exporter is still being started.
+
+        Raises ProtocolError where no Hello was said, or this was.
+        """
+        if link.stage != "greeted" and not (link.stage == "starting" and message.agent):
             raise ProtocolError(f"Welcome, though this connection is {link.stage}")
+        if not message.agent:
+            link.stage = "starting"
+            return
         link.stage, link.agent, link.metadata = "welcome", message.agent, message.metadata
         waiting, link.waiting = link.waiting, {}
         for want in waiting.values():

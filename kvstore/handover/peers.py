@@ -45,6 +45,7 @@ from kvstore.handover.transfers import (
     Reachable,
     Summed,
     Transfers,
+    Unmapped,
     Written,
 )
 from kvstore.logs import RateLog
@@ -225,10 +226,7 @@ class Peers:
             case m.Welcome(agent, metadata):
                 self.links.welcome(link, message)
                 self._agents.meet(number, agent, metadata)
-                consumer.heard(number, self._now_ns)
-            case m.Starting():
-                self.links.starts(link)
-                consumer.heard(number, self._now_ns, STALL_NS)
+                consumer.heard(number, self._now_ns, 0 if agent else STALL_NS)
             case m.Refused(reason):
                 self._said.warn(
                     "peers that refuse", "peer %s: %s", link.address, reason[:LOGGED_MAX]
@@ -424,15 +422,15 @@ class Peers:
     def _on_event(self, event: Event) -> None:
         match event:
             case nixl.Ready():
-                self.exported.up = event
-                for link in self.links.all.values():
+                started, self.exported.up = self.exported.up is None, event
+                for link in self.links.all.values() if started else ():
                     self._inlets[link.digest].heard(link.number, self._now_ns)
                     self.links.greet(link)
             case Down(reason):
                 self._on_down(reason)
             case Reachable():
                 self.exported.reachable(event)
-            case nixl.Unmapped(extent):
+            case Unmapped(extent):
                 self.exported.unmapped(extent)
             case Summed(part, sums):
                 self.producer.summed(part, sums)

@@ -78,7 +78,7 @@ class Producer:
         if isinstance(message, m.Hello):
             self._hello(number, message)
             return
-        if isinstance(message, m.Keep | m.Done):
+        if isinstance(message, m.Keep):
             self._of_request(number, message, now_ns)
             return
         peer = self._peers.get(number)
@@ -99,18 +99,14 @@ class Producer:
         else:
             raise ProtocolError(f"{type(message).__name__} is not for a producer")
 
-    def _of_request(self, number: int, message: m.Keep | m.Done, now_ns: int) -> None:
-        source = self._served().get(message.namespace)
+    def _of_request(self, number: int, keep: m.Keep, now_ns: int) -> None:
+        source, leases = self._served().get(keep.namespace), self.request_leases
         manager = None if source is None else source.manager
-        if isinstance(message, m.Keep):
-            self.request_leases.keep(
-                manager, message.request, now_ns + m.lease_ns(message.lease_ms)
-            )
-            return
-        found = self.request_leases.report(
-            manager, message.request, message.rank, message.consumers
-        )
-        self._send(number, m.Noted(message.request, found))
+        if keep.lease_ms:
+            leases.keep(manager, keep.request, now_ns + m.lease_ns(keep.lease_ms))
+        else:
+            state = leases.report(manager, keep.request, keep.rank, keep.consumers)
+            self._send(number, m.Noted(keep.request, state))
 
     def _land(self, job: Job, land: m.Land) -> None:
         job.write(job.land(land))
@@ -183,7 +179,7 @@ class Producer:
         elif (ours := self._exporter()) is None:
             if number in self._early or len(self._early) < EARLY_MAX:
                 if number not in self._early:
-                    self._send(number, m.Starting())
+                    self._send(number, m.Welcome())
                 self._early[number] = hello
                 return
             refused = m.Refused(f"{EARLY_MAX} others wait for the exporter to start", True)

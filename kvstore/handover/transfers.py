@@ -111,11 +111,16 @@ class Slots(NamedTuple):
 
 
 class Reachable(msgspec.Struct, frozen=True):
-    """Peers can reach an extent; metadata says how."""
+    """Peers can reach an extent."""
 
     extent: int
     base: int
-    metadata: bytes
+
+
+class Unmapped(msgspec.Struct, frozen=True):
+    """The exporter maps an extent no more."""
+
+    extent: int
 
 
 class Summed(msgspec.Struct, frozen=True):
@@ -149,9 +154,7 @@ class Arrived(msgspec.Struct, frozen=True):
     ok: bool
 
 
-Event = (
-    nixl.Ready | supervisor.Down | Reachable | nixl.Unmapped | Summed | Checked | Written | Arrived
-)
+Event = nixl.Ready | supervisor.Down | Reachable | Unmapped | Summed | Checked | Written | Arrived
 
 
 def batch_blocks(block_bytes: int, of: int) -> int:
@@ -368,15 +371,13 @@ class Transfers:
 
     def _on(self, event: supervisor.Event) -> Sequence[Event]:
         match event:
-            case nixl.Ready():
-                return [event]
-            case nixl.Mapped(extent, address):
+            case nixl.Ready(_, metadata):
+                return [event, *self._reachable(metadata)]
+            case nixl.Mapped(extent, int(address)):
                 self._addresses[extent] = address
-            case nixl.Metadata(metadata):
-                return self._reachable(metadata)
-            case nixl.Unmapped(extent, ""):
+            case nixl.Mapped(extent, text=""):
                 return self._unmapped(extent)
-            case nixl.Unmapped(extent, text):
+            case nixl.Mapped(extent, text=text):
                 log.error("peers cannot reach extent %d: %s", extent, text)
                 self._unmappable.add(extent)
             case nixl.Ended(number, moved, _, error):
@@ -393,7 +394,7 @@ class Transfers:
     def _unmapped(self, extent: int) -> Sequence[Event]:
         landing = self._leaving.pop(extent, None)
         if landing is None:
-            return [nixl.Unmapped(extent)]
+            return [Unmapped(extent)]
         landing.close()
         return []
 
@@ -402,7 +403,7 @@ class Transfers:
         for landing in self._landings.values():
             if landing.extent in addresses:
                 landing.base, landing.metadata = addresses[landing.extent], metadata
-        return [Reachable(extent, address, metadata) for extent, address in addresses.items()]
+        return [Reachable(extent, address) for extent, address in addresses.items()]
 
     def _ended(self, number: int, moved: int, error: str | None) -> Event:
         found = self._transfers.pop(number)

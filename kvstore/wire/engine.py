@@ -19,7 +19,7 @@ from kvstore.core.layout import RankGeometry, RankLayout, RankPages
 from kvstore.core.limits import Count, Hash, LeaseMs, Name, Number, Rank, Seconds, Text, Words
 from kvstore.wire.framing import Message
 
-VERSION = 3
+VERSION = 4
 
 Requests = msgspec.Meta(max_length=limits.STEP_ITEMS_MAX)
 Keys = Annotated[tuple[Hash, ...], msgspec.Meta(max_length=limits.STORED_MAX)]
@@ -50,7 +50,7 @@ class Hello(Message, frozen=True):
     events: bool = False
 
 
-class Lookup(Message, frozen=True):
+class Lookup(msgspec.Struct, frozen=True, array_like=True):
     """Ask which leading blocks of a request are present; answered exactly once.
 
     hashes: one hash of `width` bytes per block, first block first. memory_only: leave lower tiers
@@ -74,7 +74,7 @@ class Lookup(Message, frozen=True):
     direct: bool = False
 
 
-class HandedOver(Message, frozen=True):
+class HandedOver(msgspec.Struct, frozen=True, array_like=True):
     """A request whose blocks another store will ask for.
 
     state: "running", it computes them; "done", these are all, held for lease_ms even if no store
@@ -92,14 +92,14 @@ class HandedOver(Message, frozen=True):
     fixed: bool = False
 
 
-class Unwanted(Message, frozen=True):
+class Unwanted(msgspec.Struct, frozen=True, array_like=True):
     """A request no longer needs its blocks at the store at host:port, under this name."""
 
     peer: Name
     request: Text
 
 
-class EngineBlocks(Message, frozen=True):
+class EngineBlocks(msgspec.Struct, frozen=True, array_like=True):
     """Engine blocks that are copied to slots, and stay readable after that: see BlockVersions.
 
     slots: u32; keys[i] is what is in slots[i] once that is stored. blocks, generations: u32, as
@@ -266,7 +266,7 @@ DIRECT = 1 << 31
 """From here on a slot's number is none of a slot: see Hit."""
 
 
-class Hit(Message, frozen=True):
+class Hit(msgspec.Struct, frozen=True, array_like=True):
     """Blocks of one group: u32 arrays of block indices, slots and generations.
 
     A slot that is being filled from a lower tier has one generation less until it can be read,
@@ -279,7 +279,7 @@ class Hit(Message, frozen=True):
     generations: bytes
 
 
-class Granted(Message, frozen=True):
+class Granted(msgspec.Struct, frozen=True, array_like=True):
     """The answer to a lookup. lease 0: nothing is present. Valid for lease_ms from the asking.
 
     sources: tiers by name -> how many of the blocks are being read from there.
@@ -313,17 +313,19 @@ class Places(Message, frozen=True):
     numbers: u32 slots of its exporter's region that begins at base. agent: the exporter; metadata:
     how to reach it, unless the fetch was told before. Or, as in the side channel's Have, engine
     blocks, as many for each position: engine: its number there; ranks: its memory, unless the
-    fetch has named it before.
+    fetch has named it before. push: none, as the peer writes them: say where (Target), once they
+    may be written.
     """
 
     fetch: int
-    positions: bytes
-    numbers: bytes
+    positions: bytes = b""
+    numbers: bytes = b""
     agent: str = ""
     metadata: bytes = b""
     base: int = 0
     engine: int | None = None
     ranks: tuple[RankPages, ...] = ()
+    push: bool = False
 
 
 class Passed(Message, frozen=True):
@@ -348,12 +350,6 @@ class Coming(Message, frozen=True):
     lease: int
     quiet_ms: Count
     computed_ms: Count | None = None
-
-
-class Push(Message, frozen=True):
-    """The peer writes the blocks of a fetch: say where, once they may be written (Target)."""
-
-    fetch: int
 
 
 class WriteBlocks(Message, frozen=True):
@@ -395,7 +391,7 @@ class Report(Message, frozen=True):
 ToStore = (Hello | Step | Mapped | Stored | Loading | Loaded) | (
     Arrived | Target | Serves | BlocksWritten | Query
 )
-ToWorker = Extent | Coming | Places | Push | Passed | WriteBlocks
+ToWorker = Extent | Coming | Places | Passed | WriteBlocks
 ToEngine = ToWorker | Welcome | Refused | Answers | BlockVersions | Detach | Report
 
 EVENTS = frozenset(

@@ -6,7 +6,7 @@ an engine's block is good only once the producer has said so.
 
     consumer (decode node)                          producer (prefill node)
       Hello(namespace, traits, exporter) -------------->|
-      Welcome(exporter) <-------------------------------|   or Refused(reason)
+      Welcome(exporter) <-------------------------------|   or Refused(reason); no exporter: later
       Want(job, keys, request, lease) ----------------->|   pins what is ready, starts to read
       Offer(job, positions) <---------------------------|   what there is, or will be
       Have(job, positions, places, sums) <--------------|   readable now; again and again
@@ -42,8 +42,8 @@ comes once the producer has written them. If it is direct, both may name blocks 
 memory instead of slots, and no sums are needed; what the engine has overwritten since comes once
 more, from slots. Durations travel, clocks are never compared.
 
-A request that waits at the consumer is spoken of by its name, without Hello: Keep(request) is its
-heartbeat, Done(request) says that what is held for it is not wanted any more, Noted answers that.
+A request that waits at the consumer is spoken of by its name, without Hello: Keep(lease) is its
+heartbeat, and with lease 0 the consumer is done with what is held for it, which Noted answers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from kvstore.core.limits import GROUPS_MAX, HASH_BYTES_MAX, Hash, Words
 from kvstore.core.types import GroupRule
 from kvstore.wire.framing import U32, WORD, Message, decoded, from_u32
 
-VERSION = 5
+VERSION = 6
 MESSAGE_BYTES_MAX = 16 << 20
 JOB_BLOCKS_MAX = 1 << 16
 LEASE_MS_MAX = 600_000
@@ -156,18 +156,14 @@ class Settle(Message, frozen=True):
 
 
 class Keep(Message, frozen=True):
-    """Heartbeat of a request that waits here: hold for so long what is held for it."""
+    """Heartbeat of a request that waits here: hold for so long what is held for it.
+
+    lease_ms 0: this one of its consumers is done with it; repeats do not count.
+    """
 
     namespace: Name
     request: Text
     lease_ms: int
-
-
-class Done(Message, frozen=True):
-    """One of a request's consumers wants nothing more of it; repeats do not count."""
-
-    namespace: Name
-    request: Text
     rank: int = 0
     consumers: int = 1
 
@@ -177,10 +173,13 @@ class Done(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The namespaces agree; traits: what decides the bytes here."""
+    """The namespaces agree; traits: what decides the bytes here.
 
-    agent: Name
-    metadata: Metadata
+    agent: of the exporter; empty: it is being started, and another Welcome follows.
+    """
+
+    agent: Name = ""
+    metadata: Metadata = b""
     traits: Traits = msgspec.field(default_factory=dict)
 
 
@@ -244,15 +243,11 @@ class Settled(Message, frozen=True):
     end: Text = ""
 
 
-class Starting(Message, frozen=True):
-    """Welcome comes later: the exporter at this side is being started."""
-
-
 RequestState = Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
 
 
 class Noted(Message, frozen=True):
-    """The answer to Done.
+    """The answer to a Keep that ends.
 
     "waits": the request still runs, or other consumers have not reported; "released": nothing is
     held; "gone": it ended without blocks; "lapsed": its lease was over before; "unknown",
@@ -263,8 +258,8 @@ class Noted(Message, frozen=True):
     state: RequestState
 
 
-ToProducer = Hello | Want | Land | Settle | Keep | Done
-ToConsumer = Welcome | Starting | Refused | Noted | Offer | Have | Settled
+ToProducer = Hello | Want | Land | Settle | Keep
+ToConsumer = Welcome | Refused | Noted | Offer | Have | Settled
 
 
 _encoder = msgspec.msgpack.Encoder()

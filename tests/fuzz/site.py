@@ -148,7 +148,7 @@ class Mover(Moves):
         self._events.append(nixl.Ready(self.agent, b"metadata"))
         if self.site is not None:
             self._events += [
-                moves.Reachable(extent, 4096 * extent, b"metadata")
+                moves.Reachable(extent, 4096 * extent)
                 for namespace in self.site.store.namespaces.values()
                 for extent in namespace.extents
             ]
@@ -173,10 +173,10 @@ class Mover(Moves):
         self._start()
 
     def export(self, extent: int, _fd: int, _size: int) -> None:
-        self._events.append(moves.Reachable(extent, 4096 * extent, b"metadata"))
+        self._events.append(moves.Reachable(extent, 4096 * extent))
 
     def unexport(self, extent: int) -> None:
-        self._events.append(nixl.Unmapped(extent))
+        self._events.append(moves.Unmapped(extent))
 
     def fds(self) -> tuple[int, ...]:
         return ()

@@ -154,8 +154,8 @@ class World:
             return self._fill(job)
         if kind > 7:
             name, rank = self.rng.choice(("", "r1", "r2", "r")), self.rng.randrange(3)
-            keep = m.Keep(self._digest(), name, self.rng.choice((1, 30_000, 600_000)))
-            return keep if kind == 8 else m.Done(self._digest(), name, rank, 3)
+            lease_ms = self.rng.choice((1, 30_000, 600_000)) if kind == 8 else 0
+            return m.Keep(self._digest(), name, lease_ms, rank, 3)
         if kind < 3:
             chain = self._chain()
             indices = u32(sorted(self.rng.sample(range(len(chain)), self.rng.randint(0, 1) or 1)))
@@ -256,7 +256,7 @@ class World:
         if kind == 6 and self.rng.random() < 0.5:
             return m.Settled(job, end=self.rng.choice(("all", "lease", "released")))
         if kind == 6:
-            return m.Welcome("evil", b"metadata")
+            return m.Welcome(self.rng.choice(("", "evil")), b"metadata")
         return m.Refused("no", retry=self.rng.random() < 0.5)
 
     # At the local socket of both

@@ -12,7 +12,7 @@ from kvstore.wire.framing import u32
 from tests.bench.steal import Watch
 from tests.harness.patience import WAIT_S
 from tiers.cpu import CpuExtent
-from tiers.nixl.messages import Ended, Mapped, Metadata, Ready, Transfer
+from tiers.nixl.messages import Ended, Mapped, Ready, Transfer
 from tiers.nixl.supervisor import Down, Event, Exporter, Settings
 
 EXPORT, LANDING = 1, 2
@@ -77,19 +77,23 @@ class Side:
                 case Ended(number):
                     assert number not in self.ended, "a transfer ends once"
                     self.ended[number] = event
-                case Mapped(extent, address):
+                case Mapped(extent, int(address)):
                     self.addresses[extent] = address
-                case Metadata(metadata):
-                    self.metadata = metadata
-                case Ready(name):
-                    self.name = name
-                    self.addresses.clear()
+                    self.metadata = b""  # until it is said how to reach it
+                case Ready(name, metadata):
+                    self.name, self.metadata = name, metadata
                 case Down():
                     self.metadata = b""
+                    self.addresses.clear()
 
     def of(self, kind: type[E]) -> list[E]:
         """Its events of a kind."""
         return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def unmapped(self) -> list[Mapped]:
+        """What it said of extents that are not mapped."""
+        return [event for event in self.of(Mapped) if event.address is None]
 
     def meet(self, peer: Side) -> None:
         self.exporter.add_peer(peer.name, peer.metadata)

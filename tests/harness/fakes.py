@@ -21,7 +21,7 @@ from kvstore.wire import framing
 from tiers.cpu import CpuExtent, CpuMemory
 
 SLOT_BYTES = 4096
-OfPeers = p.Places | p.Push | p.Passed | p.WriteBlocks | p.BlockVersions
+OfPeers = p.Places | p.Passed | p.WriteBlocks | p.BlockVersions
 M = TypeVar("M", bound=framing.Message)
 u32, from_u32 = framing.u32, framing.from_u32
 
@@ -277,10 +277,10 @@ class Engine:
             self.detached.append(message.reason)
 
     def _of_peers(self, message: OfPeers) -> None:
-        if isinstance(message, p.Places):
-            self.places.append(message)
-        elif isinstance(message, p.Push):
+        if isinstance(message, p.Places) and message.push:
             self.pushes.append(message.fetch)
+        elif isinstance(message, p.Places):
+            self.places.append(message)
         elif isinstance(message, p.WriteBlocks):
             self.engine_writes.append(message)
         elif isinstance(message, p.BlockVersions):

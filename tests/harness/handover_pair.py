@@ -130,7 +130,7 @@ class Pair:
                 self.producer.on_message(peer, message, self.giver.now_ns)
 
         def to_consumer(message: framing.Message) -> None:
-            if isinstance(message, m.Welcome | m.Refused | m.Noted | m.Starting):
+            if isinstance(message, m.Welcome | m.Refused | m.Noted):
                 self.welcome.append(message)
             elif peer == self.peer:
                 self.consumer.on_message(peer, message, self.taker.now_ns)
@@ -182,12 +182,12 @@ class Pair:
         if connection != 10:
             return
         match message:
+            case p.Places(fetch=fetch, push=True):
+                self.pushing.append(fetch)
             case p.Places(fetch=fetch, positions=positions):
                 self.passed_on += [(fetch, at) for at in from_u32(positions)]
                 if message.engine is not None:
                     self.in_engines.append(message)
-            case p.Push(fetch=fetch):
-                self.pushing.append(fetch)
             case p.Passed(fetch, positions, ok, written):
                 for at in from_u32(positions):
                     self.passed[fetch, at] = ok

@@ -143,7 +143,7 @@ class TransferLoop:
     def __init__(
         self,
         agent: Agent,
-        send: Callable[[m.Ended | m.Unmapped | m.PeerRefused], None],
+        send: Callable[[m.Ended | m.Mapped | m.Wrong], None],
         clock: Callable[[], float],
     ) -> None:
         """send: where results go. clock: seconds; NIXL takes time in the midst of a step."""
@@ -202,7 +202,7 @@ class TransferLoop:
         if extent.leaving and not extent.flights:
             del self._extents[number]
             extent.close()
-            self._send(m.Unmapped(number))
+            self._send(m.Mapped(number))
 
     # Peers
 
@@ -264,7 +264,7 @@ class TransferLoop:
             peer.known = True
         except m.MoveError as exc:
             self._lose(peer, str(exc))
-            self._send(m.PeerRefused(peer.name, str(exc)))
+            self._send(m.Wrong(str(exc), peer.name))
 
     def _lose(self, peer: _Peer, why: str) -> None:
         """Start nothing more with a peer, until it is added again."""
@@ -485,11 +485,10 @@ class Server:
         self._descriptors: deque[int] = deque()
         self._passed = 0  # number of the first of them
         self._answers = bytearray()
-        self._changed = False  # since the store was last told how to reach us
+        self._changed = True  # since the store was last told how to reach us
 
     def run(self) -> None:
         """Serve until the store closes the socket. Raises ProtocolError if it sends no frames."""
-        self._tell(m.Ready(self._agent.name, self._agent.metadata()))
         while True:
             self._flush()
             readable, _, _ = select.select([self._store], [], [], self._transfers.nap_s)
@@ -498,13 +497,13 @@ class Server:
             self._transfers.step()
 
     def _tell(self, message: Message) -> None:
-        self._changed |= isinstance(message, m.Mapped | m.Unmapped)
+        self._changed |= isinstance(message, m.Mapped)
         self._answers += encode(message)
 
     def _flush(self) -> None:
         if self._changed:
             self._changed = False
-            self._tell(m.Metadata(self._agent.metadata()))
+            self._tell(m.Ready(self._agent.name, self._agent.metadata()))
         if self._answers:
             self._store.sendall(self._answers)
             self._answers.clear()
@@ -534,22 +533,22 @@ class Server:
                 wrong = self._transfers.start(message)
             case m.Abandon(number):
                 self._transfers.abandon(number)
-            case m.Map():
-                self._map(message)
-            case m.Unmap(number):
-                wrong = self._transfers.remove_extent(number)
+            case m.Map(extent, None):
+                wrong = self._transfers.remove_extent(extent)
+            case m.Map(_, int(descriptor)):
+                self._map(message, descriptor)
             case m.Peer(peer, None):
                 wrong = self._transfers.remove_peer(peer)
             case m.Peer(peer, bytes(metadata)):
                 self._transfers.add_peer(peer, metadata)
             case m.Ping():
-                self._tell(m.Pong())
+                self._tell(message)
         if wrong is not None:
             self._tell(m.Wrong(wrong))
 
-    def _map(self, message: m.Map) -> None:
+    def _map(self, message: m.Map, descriptor: int) -> None:
         try:
-            fd = self._descriptor(message.descriptor)
+            fd = self._descriptor(descriptor)
             try:
                 if self._transfers.has_extent(message.extent):
                     raise m.MoveError(f"extent {message.extent} is mapped already", "refused")
@@ -557,7 +556,7 @@ class Server:
             finally:
                 os.close(fd)
         except m.MoveError as exc:
-            self._tell(m.Unmapped(message.extent, str(exc)))
+            self._tell(m.Mapped(message.extent, text=str(exc)))
             return
         self._transfers.add_extent(message.extent, extent)
         self._tell(m.Mapped(message.extent, extent.address))
@@ -586,7 +585,7 @@ def main(store: socket.socket) -> int:
         Server(store, agent).run()
     except (m.MoveError, ProtocolError) as exc:
         with contextlib.suppress(OSError):
-            store.sendall(encode(m.Failed(str(exc))))
+            store.sendall(encode(m.Wrong(str(exc), last=True)))
         return 1
     except (BrokenPipeError, ConnectionResetError):  # the store is ending
         return 0

@@ -4,12 +4,12 @@
                                                  started
         <------------------------------- Ready   its name, fresh; how to reach it
       Map + fd --------------------------------> maps, registers
-        <-------------------- Mapped, Metadata   how to reach it now
+        <----------------------- Mapped, Ready   how to reach it now
       Peer ------------------------------------> how to reach a peer's exporter
       Transfer, Fill --------------------------> moves
         <------------------------------- Ended
 
-Wrong answers messages that have no other answer. A Failed is the last message.
+Wrong answers messages that have no other answer.
 """
 
 from __future__ import annotations
@@ -40,20 +40,15 @@ class MoveError(TierIOError):
 class Map(Message, frozen=True):
     """Map an extent, and let peers reach it. Its descriptor comes along.
 
-    bytes: how much of it, from its start. writable: blocks may land there. descriptor: its number
-    among the descriptors passed, from 0.
+    descriptor: its number among the descriptors passed, from 0; None: end the transfers that use
+    the extent soon, and unmap it. bytes: how much of it, from its start. writable: blocks may land
+    there.
     """
 
     extent: int
-    bytes: int
-    writable: bool
-    descriptor: int
-
-
-class Unmap(Message, frozen=True):
-    """End the transfers that use an extent as soon as possible, and unmap it."""
-
-    extent: int
+    descriptor: int | None
+    bytes: int = 0
+    writable: bool = False
 
 
 class Peer(Message, frozen=True):
@@ -116,44 +111,31 @@ class Abandon(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Asks for a Pong: an exporter that sends none for long is stopped, or hangs."""
+    """Asks for a Ping: an exporter that sends none for long is stopped, or hangs."""
 
 
 # Exporter to store
 
 
 class Ready(Message, frozen=True):
-    """The exporter runs. name: of its agent, never used before."""
+    """How to reach the exporter and all that is mapped.
+
+    Comes once it runs, and again after one or more Mapped. name: of its agent, never used before.
+    """
 
     name: str
     metadata: bytes
 
 
 class Mapped(Message, frozen=True):
-    """An extent is mapped. address: where, for peers."""
+    """An extent is mapped, at this address for peers.
+
+    None: it is not, and no transfer uses it. text: why it could not be mapped.
+    """
 
     extent: int
-    address: int
-
-
-class Unmapped(Message, frozen=True):
-    """An extent is not mapped, and no transfer uses it. text: why it could not be mapped."""
-
-    extent: int
+    address: int | None = None
     text: str = ""
-
-
-class Metadata(Message, frozen=True):
-    """How to reach all that is mapped; comes after Mapped and Unmapped, once for many of them."""
-
-    metadata: bytes
-
-
-class PeerRefused(Message, frozen=True):
-    """A peer cannot be added; transfers with it end as "gone"."""
-
-    peer: str
-    text: str
 
 
 class Ended(Message, frozen=True):
@@ -171,21 +153,17 @@ class Ended(Message, frozen=True):
     text: str = ""
 
 
-class Pong(Message, frozen=True):
-    """The answer to Ping."""
-
-
 class Wrong(Message, frozen=True):
-    """A message could not be understood, and is skipped."""
+    """A message could not be understood, and is skipped.
+
+    peer: one that cannot be added; transfers with it end as "gone". last: the exporter cannot
+    work, and ends.
+    """
 
     text: str
+    peer: str | None = None
+    last: bool = False
 
 
-class Failed(Message, frozen=True):
-    """The exporter cannot work, and ends."""
-
-    text: str
-
-
-ToExporter = Map | Unmap | Peer | Transfer | Fill | Abandon | Ping
-ToStore = Ready | Mapped | Unmapped | Metadata | PeerRefused | Ended | Pong | Wrong | Failed
+ToExporter = Map | Peer | Transfer | Fill | Abandon | Ping
+ToStore = Ready | Mapped | Ended | Wrong | Ping

@@ -60,7 +60,7 @@ class Down(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = m.Ready | m.Mapped | m.Unmapped | m.Metadata | m.PeerRefused | m.Ended | Down
+Event = m.Ready | m.Mapped | m.Ended | m.Wrong | Down
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -236,7 +236,7 @@ class Exporter:
         self._pause_ns = 0
         self._silent_ns = 0  # how long it has said nothing, as far as we have looked
         self._looked_ns = 0
-        self._asked = False  # it owes a Pong
+        self._asked = False  # it owes a Ping
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when poll() has something to do."""
@@ -280,19 +280,19 @@ class Exporter:
     def map(self, extent: int, fd: int, size: int, *, writable: bool) -> None:
         """Let peers reach the first `size` bytes of a sealed memfd, in this process and the next.
 
-        The descriptor stays open until Unmapped has come; with a text: it cannot be mapped. Mapped
-        comes for each process anew: addresses differ.
+        Mapped comes for each process anew: addresses differ. The descriptor stays open until one
+        without an address has come; with a text: it cannot be mapped.
         """
         check(extent not in self._extents, f"extent {extent} is mapped already")
         self._extents[extent] = _Extent(fd, size, writable)
         self._send_extent(extent)
 
     def unmap(self, extent: int) -> None:
-        """Unmap an extent once no transfer uses it, then Unmapped comes; open transfers fail."""
+        """Unmap an extent once no transfer uses it; Mapped says when. Open transfers fail."""
         check(extent in self._extents, f"extent {extent} is not mapped")
         self._extents[extent].leaving = True
         if self._running:
-            self._send(m.Unmap(extent))
+            self._send(m.Map(extent, None))
         elif self._state == "down":
             self._gone(extent)
 
@@ -430,7 +430,7 @@ class Exporter:
     def _send_extent(self, number: int) -> None:
         if self._running:
             extent = self._extents[number]
-            message = m.Map(number, extent.bytes, extent.writable, self._descriptors)
+            message = m.Map(number, self._descriptors, extent.bytes, extent.writable)
             self._descriptors += 1
             self._send(message, extent.fd)
 
@@ -453,30 +453,30 @@ class Exporter:
                 if self._running:
                     self._state = "up"
                 self._events.append(message)
-            case m.Mapped(extent) | m.Unmapped(extent):
-                self._on_extent(message, extent)
-            case m.Metadata() | m.PeerRefused():
-                self._events.append(message)
-            case m.Pong():
+            case m.Mapped():
+                self._on_extent(message)
+            case m.Ping():
                 pass  # any message shows that it works
-            case m.Wrong(text):
+            case m.Wrong(text, last=True):
+                self._why = text
+            case m.Wrong(text, None):
                 self._wrong += 1
                 log.error("the exporter did not understand: %r", text[:_TEXT_MAX])
                 if self._wrong > _WRONG_MAX:
                     raise ProtocolError(f"{self._wrong} messages not understood")
-            case m.Failed(text):
-                self._why = text
+            case m.Wrong():
+                self._events.append(message)
 
-    def _on_extent(self, message: m.Mapped | m.Unmapped, number: int) -> None:
+    def _on_extent(self, message: m.Mapped) -> None:
+        number, mapped = message.extent, message.address is not None
         extent = self._extents.get(number)
-        asked = isinstance(message, m.Mapped) or message.text or (extent and extent.leaving)
-        if extent is None or not asked:
-            what = type(message).__name__
-            raise ProtocolError(f"{what} of extent {number}, which was not asked for")
-        if isinstance(message, m.Unmapped):
+        if extent is None or not (mapped or message.text or extent.leaving):
+            what = "mapped" if mapped else "unmapped"
+            raise ProtocolError(f"extent {number} {what}, which was not asked for")
+        if not mapped:
             del self._extents[number]
             # One that could not be mapped is unmapped as it should be, if it was to be.
-            message = m.Unmapped(number) if extent.leaving else message
+            message = m.Mapped(number) if extent.leaving else message
         self._events.append(message)
 
     def _on_ended(self, message: m.Ended) -> None:
@@ -503,4 +503,4 @@ class Exporter:
 
     def _gone(self, extent: int) -> None:
         del self._extents[extent]
-        self._events.append(m.Unmapped(extent))
+        self._events.append(m.Mapped(extent))

@@ -25,7 +25,6 @@ from tiers.nvme.messages import (
     Answer,
     Commit,
     Connection,
-    Done,
     Failed,
     Load,
     Open,
@@ -43,7 +42,6 @@ _TRIES_MAX = 3  # of one call
 _DEATHS_MAX = 3  # of what it reads, although it can be read
 _END_S = 5.0
 _OF_THE_FILE = {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
-A = TypeVar("A", Done, Page)
 R = TypeVar("R")
 
 
@@ -157,14 +155,18 @@ class IndexClient:
 
         Raises TierIOError: then it is not known which, and the same commit may be tried again.
         """
-        self._ask(changes, Done)
+        answer = self._ask(changes)
+        if answer is not None:
+            raise self._error(answer)
         self._deaths = 0
 
     def records(self, digest: str, slot_bytes: int, counts: Mapping[int, int]) -> Iterator[Page]:
         """Yield a namespace's records; counts: slots of its extents. Raises TierIOError."""
         first, ended = 0, False
         while not ended:
-            page = self._ask(Load(digest, slot_bytes, dict(counts), first, PAGE_ROWS), Page)
+            page = self._ask(Load(digest, slot_bytes, dict(counts), first, PAGE_ROWS))
+            if not isinstance(page, Page):
+                raise self._error(page)
             first, ended = first + page.count, page.refused is not None
             yield page
 
@@ -173,8 +175,8 @@ class IndexClient:
         self._closed = True
         self._end()
 
-    def _ask(self, request: Request, expected: type[A]) -> A:
-        """Have a request done. Raises TierIOError for any answer but the expected one."""
+    def _ask(self, request: Request) -> Answer:
+        """Have a request done. Raises TierIOError."""
 
         def ask() -> Answer:
             process = self.process
@@ -182,10 +184,7 @@ class IndexClient:
                 process = self._start()
             return process.ask(request)
 
-        answer = self._outlive(ask)
-        if isinstance(answer, expected):
-            return answer
-        raise self._error(answer)
+        return self._outlive(ask)
 
     def _outlive(self, call: Callable[[], R]) -> R:
         """Call, and again with another process if one ends meanwhile."""

@@ -35,7 +35,6 @@ from tiers.nvme.messages import (
     Answer,
     Commit,
     Connection,
-    Done,
     Failed,
     Load,
     Open,
@@ -309,10 +308,10 @@ class IndexServer:
                 return self._page(self.file, request)
             self._sorted = None
             self.file.commit(request)
-            return Done()
         except _ERRORS as exc:
             self.broken = True
             return failed(exc)
+        return None
 
     def _page(self, file: IndexFile, request: Load) -> Page:
         """Return the next records; none while they are still read and sorted for long."""

@@ -8,7 +8,7 @@ kvstore.blocks DIGEST   block key -> VALUE, one table for each namespace
 
 A namespace is one that has an extent: a record without an extent stands for nothing.
 
-Each request has one answer.
+Each request has one answer; that of a commit which is done is None.
 """
 
 from __future__ import annotations
@@ -96,10 +96,6 @@ class Page(msgspec.Struct, tag=True):
     refused: list[tuple[bytes, int, str]] | None = None
 
 
-class Done(msgspec.Struct, tag=True):
-    """It is done."""
-
-
 class Failed(msgspec.Struct, tag=True):
     """It is not done. damaged: the file is, beyond doubt; format: it is of another kind."""
 
@@ -118,7 +114,7 @@ def row_format(width: int) -> str:
 
 
 Request = Open | Commit | Load
-Answer = Opened | Done | Failed | Page
+Answer = Opened | Page | Failed | None
 M = TypeVar("M")
 
 requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
