@@ -166,7 +166,7 @@ class Store:
                     why = "its memory is needed, or was not mapped in time"
                     self.sessions.end(session, "memory", why)
         self._barrier.each(visited, self._tick_namespace, self._give_up, _named)
-        sessions = self.sessions.values()
+        sessions = [s for s in self.sessions.values() if s.phase is not Phase.ENDING]
         self._barrier.each(sessions, self._tick_session, self._end_of_bug, _turns_of)
         if self._clearing and not any(n.manager.clearing for n in self.namespaces.awake):
             waiting, self._clearing = self._clearing, []
@@ -188,8 +188,6 @@ class Store:
         self.sessions.end(session, "internal", BUG)
 
     def _tick_session(self, session: Session) -> None:
-        if session.phase is Phase.ENDING:
-            return
         if session.phase is Phase.JOINING:
             self.sessions.activate(session)
         if session.phase is Phase.ACTIVE:
