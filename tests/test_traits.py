@@ -30,7 +30,7 @@ def test_B3_another_version_or_model_is_refused_with_both_values() -> None:
         "dtype is int8, expected nothing, groups is not named, expected all blocks,"
         " model is x, expected model, slot bytes is 1, expected 4096"
     )
-    assert refusal(pair, {}, version=9) == m.Refused("side channel 9, expected 5")
+    assert refusal(pair, {}, version=9) == m.Refused(f"side channel 9, expected {m.VERSION}")
     assert refusal(pair, traits) == m.Refused(
         f"namespace is other, expected {pair.source.layout.digest[:12]}"
     )

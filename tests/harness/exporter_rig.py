@@ -81,10 +81,11 @@ class Side:
                     self.addresses[extent] = address
                     self.metadata = b""  # until it is said how to reach it
                 case Ready(name, metadata):
+                    if name != self.name:
+                        self.addresses.clear()
                     self.name, self.metadata = name, metadata
                 case Down():
                     self.metadata = b""
-                    self.addresses.clear()
 
     def of(self, kind: type[E]) -> list[E]:
         """Its events of a kind."""
