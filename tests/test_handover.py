@@ -110,7 +110,8 @@ def test_B4_B12_a_block_that_the_window_has_left_before_it_had_a_slot_is_not_wai
         monkeypatch.setattr(prefill, "_step", step_and_see)
         before = prefill.blocks()
         params = prefill.compute(prompts)
-        assert [now - then for now, then in zip(prefill.blocks(), before, strict=True)] == [4, 3]
+        # An idle engine does not wait for its copies.
+        eventually(lambda: prefill.blocks() == [before[0] + 4, before[1] + 3])
         assert d.run(prompts, 12, params) == {"left": 30}
 
 
