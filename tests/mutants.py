@@ -258,6 +258,12 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if connection.refused or connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:",
         ),
         ("store_disk -k while_a_peer_calls", "self._leave_all_but_engines()"),
+        (
+            "turns -k asks_nothing",
+            "if disk is not None and (disk_s <= _BUSY_TICK_S or now_ns >= self._disk_ns):",
+            "if disk is not None:",
+        ),
+        ("turns -k asks_nothing", "(peers_due or peers.busy)", "True"),
         ("doors -k S1", "if not trusted(uid, self._config.server.allow):"),
     ),
     "kvstore/store/extents.py": (
@@ -268,10 +274,6 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "nvme_failing -k removal_failed",
             "fresh.succeed(old)",
             "fresh.succeed(old)\n        fresh.room = old.room",
-        ),
-        (
-            "turns -k asks_nothing",
-            "if now_s < self._idle_until_s and not (under_way or self.attached.visits):",
         ),
     ),
     "connectors/store_connection.py": (
