@@ -7,23 +7,28 @@ from pathlib import Path
 
 from kvstore.core.errors import KVStoreError
 
-_SCHED = 2  # the kind of clock that counts what the scheduler gave,
-_THREAD = 4  # one thread of a process
+_SCHED = 2  # the kind of clock that counts what the scheduler gave
 
 
 class Clock:
     """The CPU clock of a process; its number is made as in clock_getcpuclockid(3) of Linux."""
 
-    def __init__(self, pid: int, *, main_thread: bool = False) -> None:
-        """pid: of a process that runs. main_thread: count what that runs, else all threads."""
-        self._id = (~pid << 3) | _SCHED | (_THREAD if main_thread else 0)
+    def __init__(self, pid: int) -> None:
+        """pid: of a process that runs."""
+        self._id = (~pid << 3) | _SCHED
 
     def now_us(self) -> float:
-        """Return the microseconds that it has run."""
+        """Return the microseconds that all its threads have run."""
         try:
             return time.clock_gettime_ns(self._id) / 1e3
         except OSError as exc:
             raise KVStoreError(f"a process has ended that was measured: {exc.strerror}") from exc
+
+
+def main_thread_us(pid: int) -> float:
+    """Return the microseconds that the main thread of a process has run (schedstat, proc(5))."""
+    text = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text(encoding="ascii")
+    return int(text.split()[0]) / 1e3
 
 
 def child_of(pid: int, module: str) -> int:

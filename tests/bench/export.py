@@ -52,7 +52,7 @@ from kvstore.handover.checksums import block_sum, copied_sum
 from kvstore.store import admin
 from kvstore.units import KIB, MIB, sized
 from tests.bench import raw_nixl
-from tests.bench.clock import Clock, child_of
+from tests.bench.clock import Clock, child_of, main_thread_us
 from tests.bench.nvme import READERS, WRITERS
 from tests.bench.raw_disk import Depth, check_space, filled, reference
 from tests.bench.report import Result, alternate, compared, paired_ratio, progress
@@ -175,17 +175,15 @@ class Stores:
             for kind, pid in (("store", store.pid), ("exporter", child_of(store.pid, EXPORTER)))
         }
         self._clocks["engine"] = Clock(os.getpid())
-        pids = self.prefill.pid, self.decode.pid
-        self._main_threads = {str(pid): Clock(pid, main_thread=True) for pid in pids}
 
     def fetch(self, name: str) -> Moved:
         """Hand over all blocks as one of SYSTEMS; the decode store has none of them after it."""
         way, _, where = name.rpartition("_")
         given = self._given()
-        before, main = _now_us(self._clocks), _now_us(self._main_threads)
+        before, main_us = _now_us(self._clocks), self._main_us()
         _, found = self._fetched(way, where)
         cpu_us = _used_us(self._clocks, before, self._size)
-        main_us = (sum(_now_us(self._main_threads).values()) - sum(main.values())) / self._count
+        main_us = (self._main_us() - main_us) / self._count
         if not found.complete or found.sources != {"peer": self._count}:
             raise KVStoreError(f"{name}: {len(found.slots)} of {self._count}, {found.sources}")
         given = tuple(now - was for now, was in zip(self._given(), given, strict=True))
@@ -194,6 +192,10 @@ class Stores:
             raise KVStoreError(f"{name}: blocks from disk, bytes pushed: {given}, not {expected}")
         admin.clear(self.decode.address)
         return Moved(self._size / found.all_s, cpu_us, found.first_s, main_us)
+
+    def _main_us(self) -> float:
+        """Return the processor time of both stores' main threads so far."""
+        return main_thread_us(self.prefill.pid) + main_thread_us(self.decode.pid)
 
     def _fetched(self, way: str, where: str) -> tuple[Session, Fetched]:
         session = self._reading if way.startswith("direct") else self._taking
