@@ -34,13 +34,13 @@ from tiers.runner import Runner
 
 log = logging.getLogger(__name__)
 
-BUSY_S = 0.005  # the loop looks at deadlines this often; all else wakes it through a descriptor
+BUSY_S = 0.02  # the loop looks at deadlines this often; all else wakes it through a descriptor
 LANDING_FIRST = 1 << 30  # number of the first landing extent; extents of slots have lower ones
 REGIONS_MAX = 1 << 16  # of all peers
 LANDINGS_MAX = 8  # namespaces that have landing slots at one time
 RETRY_NS = 1_000_000_000  # between two attempts to allocate landing slots
 THREADS = 2
-BATCH_BYTES_MIN, BATCH_BYTES_MAX = 4 << 20, 16 << 20
+BATCH_BYTES_MIN, BATCH_BYTES_MAX = 4 << 20, 32 << 20
 BATCHES = 4  # of a prompt: the first is checked while the next is read
 AGENTS_MAX = 1024  # known to the exporter
 NAMED_MAX = 256  # agents of one connection: an exporter, and workers that are written to
@@ -344,7 +344,12 @@ class Transfers:
         )
 
     def _wake_loop(self) -> None:
-        """A thread has a result. The flag comes last: else the descriptor stayed readable."""
+        """A thread has a result.
+
+        The flag is there before the loop can wake, or that turn would not read the descriptor, and
+        after: a turn may have read too early, and the descriptor would stay readable.
+        """
+        self._to_read = True
         os.eventfd_write(self._done, 1)
         self._to_read = True
 

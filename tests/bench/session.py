@@ -26,7 +26,7 @@ from tests.bench.store import StoreProcess
 from tests.harness.live import LiveEngine
 
 ANSWER_S = 60.0
-LOOK_S = 0.0003  # between two looks at slots
+LOOK_S = 0.001  # between two looks at slots
 FIRST_BLOCK = 1  # 0 is the name of none
 
 
