@@ -110,25 +110,26 @@ def test_O6_with_nothing_else_to_run_a_hit_takes_one_step(served: Served) -> Non
 def test_Q34_Q35_a_requests_own_limits_count(served: Served) -> None:
     tokens = prompt(78, 1000)
 
-    def run(name: str, **limits: object) -> tuple[Result, float]:
+    def run(**limits: object) -> tuple[Result, float]:
         before = served.stats()
-        (result,) = served.one_by_one([Request(id=name, tokens=tokens, kv_transfer_params=limits)])
+        request = Request(id="limited", tokens=tokens, kv_transfer_params=limits)
+        (result,) = served.one_by_one([request])
         forget(served.engine)
         return result, served.since(before).get(STORED, 0)
 
-    reference, stored = run("nothing", max_offload_tokens=0)
+    reference, stored = run(max_offload_tokens=0)
     assert stored == 0
-    _, stored = run("wrong", kv_store_tiers="nowhere")
+    _, stored = run(kv_store_tiers="nowhere")
     assert stored == 0, "it is not known what it wants kept from where"
-    _, stored = run("prompt", offload_prompt_only=True)
+    _, stored = run(offload_prompt_only=True)
     assert stored == servable(1000) // ENGINE_BLOCK * served.groups
-    result, _ = run("computed", max_load_tokens=0)
+    result, _ = run(max_load_tokens=0)
     assert result.cached_tokens == 0
     assert_same([reference], [result])
-    result, _ = run("part", max_load_tokens=5 * ENGINE_BLOCK + 1)
+    result, _ = run(max_load_tokens=5 * ENGINE_BLOCK + 1)
     assert result.cached_tokens == 5 * ENGINE_BLOCK
     assert_same([reference], [result])
-    result, _ = run("whole", kv_load_tiers=[{"medium": "CPU"}], kv_store_tiers=[])
+    result, _ = run(kv_load_tiers=[{"medium": "CPU"}], kv_store_tiers=[])
     assert result.cached_tokens == servable(1000)
     assert_same([reference], [result])
 
