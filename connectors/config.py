@@ -154,6 +154,10 @@ class ExtraConfig(Section, frozen=True):
     offload_prompt_only: Annotated[bool, Setting(READERS["offload_prompt_only"], default=False)]
     """Store prompts only, and not what the engine generates."""
 
+    tenant: Annotated[str | None, Setting(READERS["tenant"])]
+    """Tenant of the requests that name none: they find and store its blocks only. Up to 63
+    letters, digits, `.`, `-` and `_`."""
+
     @property
     def policy(self) -> RequestPolicy:
         """Limits of all requests of the engine."""

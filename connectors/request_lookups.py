@@ -108,7 +108,7 @@ class RequestLookups:
             ask=0,
             hashes=b"".join(query.hashes),
             width=self._geometry.hash_bytes,
-            scope=self._scope,
+            scope=self._scope + tracked.tag,
             memory_only=again or not load_from.disk,
             peer=remote.address,
             request=remote.request,

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvstore.core.errors import ConfigError
-from kvstore.settings import Reader, flag, whole_number
+from kvstore.core.types import tag_of
+from kvstore.settings import Reader, flag, matching, whole_number
 from kvstore.units import shown, wrong
 
 TOKENS_MAX = 10**9  # more than a request can have
@@ -58,6 +59,9 @@ READERS: dict[str, Reader] = {
     "kv_load_tiers": read_tiers,
     "kv_store_tiers": read_tiers,
     "offload_prompt_only": flag,
+    "tenant": matching(
+        "[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "up to 63 letters, digits, dots, hyphens and underscores"
+    ),
 }
 
 
@@ -65,7 +69,8 @@ class RequestPolicy(NamedTuple):
     """Limits of a request.
 
     load_tokens: that are loaded at most, beyond those that the engine has itself. store_tokens: how
-    many of its first ones are stored at most. prompt_only: what it generates is not stored.
+    many of its first ones are stored at most. prompt_only: what it generates is not stored. tenant:
+    whose blocks it finds and stores; none: those of engines and requests that name no tenant.
     """
 
     load_tokens: int = TOKENS_MAX
@@ -73,16 +78,23 @@ class RequestPolicy(NamedTuple):
     load_from: Tiers = Tiers()
     store_in: Tiers = Tiers()
     prompt_only: bool = False
+    tenant: str = ""
 
     def within(self, other: RequestPolicy) -> RequestPolicy:
-        """Return the tighter of both, limit by limit."""
+        """Return the tighter of both, limit by limit; other's tenant if this one names none."""
         return RequestPolicy(
             min(self.load_tokens, other.load_tokens),
             min(self.store_tokens, other.store_tokens),
             Tiers(*map(min, self.load_from, other.load_from)),
             Tiers(*map(min, self.store_in, other.store_in)),
             self.prompt_only or other.prompt_only,
+            self.tenant or other.tenant,
         )
+
+    @property
+    def tag(self) -> bytes:
+        """What the scopes of its blocks end with."""
+        return tag_of(self.tenant) if self.tenant else b""
 
     @property
     def loads(self) -> bool:
@@ -104,6 +116,7 @@ _FIELDS = {
     "kv_load_tiers": "load_from",
     "kv_store_tiers": "store_in",
     "offload_prompt_only": "prompt_only",
+    "tenant": "tenant",
 }
 
 

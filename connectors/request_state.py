@@ -67,4 +67,5 @@ class TrackedRequest(msgspec.Struct, eq=False):
     loading_hash: bytes | None = None  # of the first block being loaded
     remote: Remote = NO_REMOTE  # where its prompt was computed, until it is loaded
     policy: RequestPolicy = NO_LIMITS
+    tag: bytes = b""  # of its tenant
     store_tokens: int = NEVER  # of its first ones: no others are stored

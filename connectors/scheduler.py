@@ -73,6 +73,7 @@ class SchedulerHalf:
         self._client = client
         self._absent = (NO_HITS,) * len(geometry.rules)
         self._scope = b""
+        self.tag = b""  # of the tenant whose blocks' events are published
         self._beside = beside
         asynchronous = beside or transfer.direct or not StepLoads.serves(geometry.rules)
         self._step_loads = None if asynchronous else step_loads
@@ -123,7 +124,10 @@ class SchedulerHalf:
             may_load=reads and policy.loads,
             repeatable=repeatable,
             policy=policy,
+            tag=policy.tag,
         )
+        if policy.tenant:
+            self._client.name_tenant(policy.tenant)
         self._requests[request.request_id] = tracked
         tracked.remote = self._hand_overs.start(request, transfer, cached)
         if not self._hand_overs.is_running(request.request_id):
@@ -367,7 +371,8 @@ class SchedulerHalf:
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.phase is not Phase.RUNNING:
             return None
-        return self._hand_overs.finish(tracked, table[: len(self._absent)], self._scope)
+        scope = self._scope + tracked.tag
+        return self._hand_overs.finish(tracked, table[: len(self._absent)], scope)
 
     def handed_over(self, request_ids: Iterable[str]) -> list[EngineRequest]:
         """Return those of these requests that another engine continues."""
@@ -421,8 +426,8 @@ class SchedulerHalf:
         return not any(t.phase is Phase.LOADING for t in self._requests.values())
 
     def take_events(self) -> list[BlockEvent]:
-        """Return what entered and left the tiers, of blocks of the current scope."""
-        return list(self._events.take(self._scope))
+        """Return what entered and left the tiers, of blocks of the current scope and the tenant."""
+        return list(self._events.take(self._scope + self.tag))
 
     def take_stats(self) -> Counter[str]:
         """Return what was counted since the last call."""

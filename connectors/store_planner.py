@@ -73,13 +73,16 @@ class StorePlanner:
         self._jobs: list[StoreJob] = []
         self._batches: list[_GroupBatch] = []
         self._gathered = 0  # blocks for the next job,
-        self._off_disk = False  # which go to no tier below memory
+        self._off_disk = False  # which go to no tier below memory,
+        self._scope = self._tag = b""  # and are of this tenant
         self.use_scope(b"")
 
     def use_scope(self, scope: bytes) -> None:
         """Make keys in this scope from now on. Nothing may be gathered meanwhile."""
+        self._scope = scope
+        suffix = scope + self._tag
         self._batches = [
-            _GroupBatch(group, per_block, make_key(b"", group, scope), rule.trailing is not None)
+            _GroupBatch(group, per_block, make_key(b"", group, suffix), rule.trailing is not None)
             for group, (per_block, rule) in enumerate(
                 zip(self._geometry.blocks_per_chunk, self._geometry.rules, strict=True)
             )
@@ -132,12 +135,16 @@ class StorePlanner:
         tracked.cursor = first
 
     def _use(self, tracked: TrackedRequest) -> None:
-        """Gather blocks of a request: a job has those of requests that use the same tiers."""
+        """Gather blocks of a request: a job has those of one tenant, for the same tiers."""
         off_disk = not tracked.policy.store_in.disk
-        if off_disk is not self._off_disk:
-            if self._gathered:
-                self._close_job()
-            self._off_disk = off_disk
+        if off_disk is self._off_disk and tracked.tag == self._tag:
+            return
+        if self._gathered:
+            self._close_job()
+        self._off_disk = off_disk
+        if tracked.tag != self._tag:
+            self._tag = tracked.tag
+            self.use_scope(self._scope)
 
     def _gather_run(self, tracked: TrackedRequest, first: int, end: int, table: BlockTable) -> bool:
         """Gather a run that each group has as a whole, new or not at all; False if one does not."""

@@ -133,7 +133,7 @@ def start_half(
         log.info("kvstore: attached, blocks of %d tokens", tokens.block_tokens)
     else:
         log.error("kvstore: no store after %d s; serving without it, and trying again", ATTACH_S)
-    return SchedulerHalf(
+    half = SchedulerHalf(
         tokens,
         client,
         world=world,
@@ -150,6 +150,8 @@ def start_half(
         beside=beside,
         step_loads=step_loads,
     )
+    half.tag = settings.policy.tag
+    return half
 
 
 def loads_in_steps(config: VllmConfig, cache: KVCacheConfig, tokens: Geometry) -> StepLoads | None:

@@ -9,8 +9,8 @@ import pytest
 
 from kvstore.core.index import Node
 from kvstore.core.manager import QUOTA_SLICE, Manager
-from kvstore.core.tenants import Share, TenantOrder, tag_of
-from kvstore.core.types import BlockKey, Chain, GroupRule, Slot, StoreOutcome
+from kvstore.core.tenants import Share, TenantOrder
+from kvstore.core.types import BlockKey, Chain, GroupRule, Slot, StoreOutcome, tag_of
 from tests.harness.fakes import generations_of
 
 BYTES = 10  # of a block
@@ -238,7 +238,7 @@ def test_Q41_a_tenant_that_comes_later_has_the_blocks_it_stored_before(seed: int
     rig.limit("b", floor=3)
     order = rig.manager._tenants
     assert order is not None
-    order.adopt = _slowly(order)  # type: ignore[method-assign]
+    order.adopt = _slowly(order)  # type: ignore[method-assign, assignment]
     for _ in range(3000):
         tenant, name = rng.choice("ab-"), str(rng.randrange(9))
         blocks = rng.randrange(1, 6)

@@ -29,7 +29,7 @@ SKIPS_MAX = 1024
 _READY = State.READY
 
 
-class _Mark(Node):
+class Mark(Node):
     """What is colder than this in an order was touched before."""
 
     __slots__ = ("epoch",)
@@ -95,14 +95,14 @@ class LeafLRU:
     def mark(self, epoch: int) -> None:
         """Note a time, after those that were noted before."""
         hottest = self._root.prev
-        if isinstance(hottest, _Mark):
+        if isinstance(hottest, Mark):
             hottest.epoch = epoch
         else:
-            self._link_after(_Mark(epoch), hottest)
+            self._link_after(Mark(epoch), hottest)
 
     def age(self) -> int:
         """Return the last noted time before the coldest block was touched; 0: none."""
-        while isinstance(coldest := self._root.next, _Mark):
+        while isinstance(coldest := self._root.next, Mark):
             self._age = coldest.epoch
             self.remove(coldest)
         return self._age
@@ -127,7 +127,7 @@ class LeafLRU:
             above: Node | None = coldest
             if not _evictable(coldest):
                 skipped += 1
-                if isinstance(coldest, _Mark):
+                if isinstance(coldest, Mark):
                     self._age = coldest.epoch
             while above is not None and above.next is None and _evictable(above):
                 yield above  # and its parent, which is a leaf by then, takes this place

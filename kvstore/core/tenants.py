@@ -1,6 +1,6 @@
 """Tenants that share a tier: what each has there, may have, and keeps; and whose block goes next.
 
-A tenant's keys end with its tag (tenant_scope), so that no tenant finds another one's blocks.
+A tenant's keys end with its tag (tag_of), so that no tenant finds another one's blocks.
 
     quota: what a tenant has beyond it goes at once, its own coldest blocks first
     floor: what a tenant has up to it does not go to make room for others
@@ -15,27 +15,19 @@ by table of the index. Until a table was looked through no block of it is counte
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from kvstore.core.eviction import LeafLRU
 from kvstore.core.index import TABLE_SHIFT, TABLES, Node, State
-from kvstore.core.types import BlockKey
+from kvstore.core.types import TAG_BYTES, BlockKey
 
-TAG_BYTES = 8
-TENANTS_MAX = 256
 ADOPT_BLOCKS = 4096  # that one call looks at
 MARKS = 64  # in the time in which all blocks are used once
 
 
 _READY = State.READY
-
-
-def tag_of(name: str) -> bytes:
-    """Return what the keys of a tenant's blocks end with."""
-    return hashlib.blake2b(name.encode(), digest_size=TAG_BYTES).digest()
 
 
 class Share(msgspec.Struct, eq=False):
@@ -104,6 +96,10 @@ class TenantOrder:
                             self._rest.remove(node)
                             order.freed(node)
                 left -= len(nodes) + 1
+
+    def __len__(self) -> int:
+        """Count the tenants."""
+        return len(self._orders)
 
     def _of(self, node: Node) -> LeafLRU:
         return self._orders.get(node.key[-TAG_BYTES:], self._rest)

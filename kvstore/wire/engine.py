@@ -118,7 +118,8 @@ class Step(Message, frozen=True):
     """One batch per engine step from the scheduler half.
 
     release: leases that were not used. lookup_tokens, hit_tokens: of requests admitted since the
-    last step, asked for, and served, by tier. counts: events since then, by name (EVENTS).
+    last step, asked for, and served, by tier. counts: events since then, by name (EVENTS). tenants:
+    whose blocks are asked for or stored from now on, each named once.
     """
 
     lookups: Annotated[tuple[Lookup, ...], Requests] = ()
@@ -129,6 +130,7 @@ class Step(Message, frozen=True):
     handed_over: Annotated[tuple[HandedOver, ...], Requests] = ()
     unwanted: Annotated[tuple[Unwanted, ...], Requests] = ()
     engine_blocks: Annotated[tuple[EngineBlocks, ...], Requests] = ()
+    tenants: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.TENANTS_MAX)] = ()
 
 
 class Mapped(Message, frozen=True):
