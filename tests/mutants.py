@@ -554,8 +554,36 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "connectors/store_planner.py": (
         (
             "request_policy -k Q36_blocks_that_stay",
-            "if self._gathered:\n                self._close_job()\n            self._off_disk",
-            "self._off_disk",
+            "if self._gathered:\n            self._close_job()\n        self._off_disk = off",
+            "self._off_disk = off",
+        ),
+    ),
+    "kvstore/core/eviction.py": (
+        ("tenants -k Q41_Q42_whoevers", "if isinstance(coldest, Mark):"),
+    ),
+    "kvstore/core/tenants.py": (
+        (
+            "tenants -k Q41_Q42_whatever",
+            "if found is not None and found.counts(key):\n            self._count(found, -1)",
+        ),
+        (
+            "tenants -k Q41_a_tenant_that_comes",
+            "return (hash(key) >> TABLE_SHIFT) % TABLES < self.looked",
+            "return True",
+        ),
+        (
+            "tenants -k Q42_up_to",
+            "return order.share.used_bytes - self._block_bytes >= order.share.floor_bytes",
+            "return True",
+        ),
+        (
+            "tenants -k Q41_Q42_whoevers",
+            "if others is not None and coldest.age() > others:",
+            "if False:",
+        ),
+        (
+            "nvme_tenants -k after_a_clear",
+            "order.share.used_bytes -= order.blocks * self._block_bytes",
         ),
     ),
     "connectors/request_policy.py": (

@@ -90,9 +90,8 @@ class ManagerMachine(RuleBasedStateMachine):
         """A tenant has the paths that begin with x."""
         self.share.quota_bytes = None if quota is None else quota * BYTES
         self.share.floor_bytes = floor * BYTES
-        self.manager.add_tenant(TAG, self.share, BYTES)
         self.tenants = True
-        self.manager.keep_quotas()
+        self.manager.tend_tenants({TAG: self.share}, BYTES)
 
     @rule(count=st.integers(1, 3))
     def add_slots(self, count: int) -> None:
@@ -296,12 +295,10 @@ class ManagerMachine(RuleBasedStateMachine):
         for order in orders:
             root: Node = order._root
             at = root.next
-            while at is not root:
-                assert at is not None
+            while at is not None and at is not root:
                 if not isinstance(at, Mark):
-                    assert self.manager.index.get(at.key) is at, (
-                        "in the order, and not in the index"
-                    )
+                    found: Node | None = self.manager.index.get(at.key)
+                    assert found is at, "in the order, and not in the index"
                     listed.add(id(at))
                 at = at.next
         for entry in self.manager.index:

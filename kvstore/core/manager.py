@@ -26,7 +26,7 @@ Pure: no clock, thread, file or socket. Time comes in as now_ns, on one thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import cast
@@ -106,15 +106,17 @@ class Manager:
             self._policy.freed(victim.parent)
         self.evictions[reason] += len(removed) - before
 
-    def add_tenant(self, tag: bytes, share: Share, block_bytes: int) -> None:
-        """Count blocks whose keys end with a tag as a tenant's."""
-        if not isinstance(self._policy, TenantOrder):
-            self._policy = TenantOrder(self._policy, len(self.index), block_bytes)
-            self._tenants = self._policy
-        self._policy.add(tag, share, empty=not len(self.index))
+    def tend_tenants(self, new: Mapping[bytes, Share], block_bytes: int) -> bool:
+        """Take out some blocks of tenants that have more than they may; True: call again soon.
 
-    def keep_quotas(self) -> bool:
-        """Take out some blocks of tenants that have more than they may; True: call again soon."""
+        new: by tag, of tenants not known here, and any others.
+        """
+        if new and (self._tenants is None or not self._tenants.knows(new)):
+            if not isinstance(self._policy, TenantOrder):
+                self._policy = TenantOrder(self._policy, len(self.index), block_bytes)
+                self._tenants = self._policy
+            for tag, share in new.items():
+                self._policy.add(tag, share, empty=not len(self.index))
         tenants = self._tenants
         if tenants is None:
             return False
@@ -265,7 +267,7 @@ class Manager:
         if entry.slot in self.slots.retiring:
             self.drop(entry.key, "resize")
         if tenants is not None and tenants.exceeded:
-            self.keep_quotas()
+            self.tend_tenants({}, 0)
 
     # Looking up and loading
 

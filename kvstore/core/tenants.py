@@ -15,7 +15,7 @@ by table of the index. Until a table was looked through no block of it is counte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
 
@@ -97,9 +97,9 @@ class TenantOrder:
                             order.freed(node)
                 left -= len(nodes) + 1
 
-    def __len__(self) -> int:
-        """Count the tenants."""
-        return len(self._orders)
+    def knows(self, tags: Collection[bytes]) -> bool:
+        """Tell whether all of these have orders."""
+        return len(self._orders) >= len(tags) and all(tag in self._orders for tag in tags)
 
     def _of(self, node: Node) -> LeafLRU:
         return self._orders.get(node.key[-TAG_BYTES:], self._rest)

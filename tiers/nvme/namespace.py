@@ -280,7 +280,7 @@ class DiskNamespace(ExtentSlots):
         shares: of all tenants, by tag.
         """
         index = self.index
-        if len(shares) != (0 if index.tenants is None else len(index.tenants)):
+        if shares and (index.tenants is None or not index.tenants.knows(shares)):
             for tag, share in shares.items():
                 index.add_tenant(tag, share, self.slot_bytes)
         tenants = index.tenants
