@@ -558,9 +558,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "self._off_disk = off",
         ),
     ),
-    "kvstore/core/eviction.py": (
-        ("tenants -k Q41_Q42_whoevers", "if isinstance(coldest, Mark):"),
-    ),
+    "kvstore/core/eviction.py": (("eviction -k a_mark", "if isinstance(coldest, Mark):"),),
     "kvstore/core/tenants.py": (
         (
             "tenants -k Q41_Q42_whatever",
