@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+from connectors.request_policy import READERS, RequestPolicy, Tiers, policy_of_read
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import LEASE_MS_MAX, NAME_MAX
 from kvstore.settings import (
@@ -134,6 +135,34 @@ class ExtraConfig(Section, frozen=True):
     store_user: Annotated[int | None, Setting(read_user)]
     """Name or number of the user who runs the shared store, if neither the engine's own nor root.
     The engine attaches to no store of another user."""
+
+    max_load_tokens: Annotated[int | None, Setting(READERS["max_load_tokens"])]
+    """Most tokens that are loaded for a request, beyond those in the engine's own cache."""
+
+    max_offload_tokens: Annotated[int | None, Setting(READERS["max_offload_tokens"])]
+    """How many of a request's first tokens are stored at most; 0: none."""
+
+    kv_load_tiers: Annotated[Tiers | None, Setting(READERS["kv_load_tiers"], default_text="all")]
+    """Tiers that blocks may be loaded from, such as `[{"medium": "CPU"}]`: `medium` is `"CPU"` or
+    `"STORAGE"`, `locality` is `"LOCAL"` or `"REMOTE"` (other stores, as `"STORAGE"`). All that is
+    loaded passes through CPU memory: without it nothing is."""
+
+    kv_store_tiers: Annotated[Tiers | None, Setting(READERS["kv_store_tiers"], default_text="all")]
+    """Tiers that blocks may be stored in: `[{"medium": "CPU"}]` keeps them off the disk, `[]`
+    stores nothing."""
+
+    offload_prompt_only: Annotated[bool, Setting(READERS["offload_prompt_only"], default=False)]
+    """Store prompts only, and not what the engine generates."""
+
+    tenant: Annotated[str | None, Setting(READERS["tenant"])]
+    """Tenant of the requests that name none: they find and store its blocks only. Up to 63
+    letters, digits, `.`, `-` and `_`."""
+
+    @property
+    def policy(self) -> RequestPolicy:
+        """Limits of all requests of the engine."""
+        given = {name: getattr(self, name) for name in READERS}
+        return policy_of_read(given)
 
     @property
     def engine(self) -> dict[str, str]:

@@ -99,8 +99,8 @@ class RequestLookups:
         """
         if not tracked.may_load or self.queue.blocks(tracked):
             return
-        again = tracked.failures > 0
-        remote = NO_REMOTE if again else tracked.remote
+        again, load_from = tracked.failures > 0, tracked.policy.load_from
+        remote = tracked.remote if load_from.peers and not again else NO_REMOTE
         query = query_for(self._geometry, tracked.request, remote)
         if not query.blocks:
             return
@@ -108,14 +108,15 @@ class RequestLookups:
             ask=0,
             hashes=b"".join(query.hashes),
             width=self._geometry.hash_bytes,
-            scope=self._scope,
-            memory_only=again,
+            scope=self._scope + tracked.tag,
+            memory_only=again or not load_from.disk,
             peer=remote.address,
             request=remote.request,
             push=remote.push,
             inside=query.inside,
             loadable=query.blocks,
             direct=self._direct,
+            off_disk=not tracked.policy.store_in.disk,
         )
         tracked.ask = self._client.ask(lookup)
         if tracked.ask:

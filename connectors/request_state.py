@@ -10,6 +10,7 @@ import msgspec
 
 from connectors.engine_interface import EngineRequest
 from connectors.kv_transfer_params import NO_REMOTE, Remote
+from connectors.request_policy import NO_LIMITS, RequestPolicy
 from connectors.store_client import GroupHits
 
 NEVER = 1 << 62  # more tokens than a request can have
@@ -65,3 +66,6 @@ class TrackedRequest(msgspec.Struct, eq=False):
     in_step: bool = False  # its load, if it has one, ends in the step that admits it
     loading_hash: bytes | None = None  # of the first block being loaded
     remote: Remote = NO_REMOTE  # where its prompt was computed, until it is loaded
+    policy: RequestPolicy = NO_LIMITS
+    tag: bytes = b""  # of its tenant
+    store_tokens: int = NEVER  # of its first ones: no others are stored

@@ -34,6 +34,7 @@ from connectors.kv_transfer_params import NO_REMOTE, NO_TRANSFER, Transfer
 from connectors.load_planner import CPU, LoadPlanner
 from connectors.pd_scheduler import HandOvers
 from connectors.request_lookups import IDLE_WAIT_S, RequestLookups
+from connectors.request_policy import NO_LIMITS, RequestPolicy
 from connectors.request_state import NEVER, Phase, TrackedRequest
 from connectors.step_loads import StepLoads
 from connectors.step_meta import StepMeta, StoreJob
@@ -72,6 +73,7 @@ class SchedulerHalf:
         self._client = client
         self._absent = (NO_HITS,) * len(geometry.rules)
         self._scope = b""
+        self.tag = b""  # of the tenant whose blocks' events are published
         self._beside = beside
         asynchronous = beside or transfer.direct or not StepLoads.serves(geometry.rules)
         self._step_loads = None if asynchronous else step_loads
@@ -100,6 +102,7 @@ class SchedulerHalf:
         *,
         reads: bool = True,
         repeatable: bool = True,
+        policy: RequestPolicy = NO_LIMITS,
     ) -> None:
         """Take note of a request and queue its lookup; its keys are sent once.
 
@@ -107,6 +110,7 @@ class SchedulerHalf:
         cached: tokens that the engine has of a request with parameters.
         reads: False: it computes its whole prompt. Nothing is asked; its blocks are stored.
         repeatable: a step whose output is dropped changes nothing of what it samples later.
+        policy: limits to what is loaded and stored. All that another engine goes on with is stored.
         """
         if not self._requests:
             self._client.receive()  # the store may have gone while no step was taken
@@ -114,11 +118,25 @@ class SchedulerHalf:
             self._client.receive()  # and may be back
         self._arrivals += 1
         tracked = TrackedRequest(
-            request, self._absent, self._arrivals, may_load=reads, repeatable=repeatable
+            request,
+            self._absent,
+            self._arrivals,
+            may_load=reads and policy.loads,
+            repeatable=repeatable,
+            policy=policy,
+            tag=policy.tag,
         )
+        if policy.tenant:
+            self._client.name_tenant(policy.tenant)
         self._requests[request.request_id] = tracked
         tracked.remote = self._hand_overs.start(request, transfer, cached)
+        if not self._hand_overs.is_running(request.request_id):
+            tracked.store_tokens = policy.stored_tokens(request.num_tokens)
         self._lookups.ask(tracked)
+
+    def limits_refused(self) -> None:
+        """Count a request whose limits are wrong."""
+        self._client.count("transfer_refused")
 
     def _worth_loading(self, tracked: TrackedRequest, computed: int) -> int | None:
         """Return how many tokens a load has to reach; None if it cannot.
@@ -179,6 +197,8 @@ class SchedulerHalf:
         query, size = tracked.query, self._geometry.block_tokens
         if not grant.lease:
             return 0
+        most = min(query.blocks, (computed + tracked.policy.load_tokens) // size)
+        inside = query.inside if most == query.blocks else 0
 
         def probe(group: int, index: int) -> LookupResult:
             return LookupResult.HIT if index in grant.hits[group] else LookupResult.MISS
@@ -187,7 +207,7 @@ class SchedulerHalf:
             return Answer(min(limit, len(grant.hits[group])))  # leading blocks, without gaps
 
         hit = common_hit(
-            self._geometry.rules, probe, query.blocks, computed // size, prefix, inside=query.inside
+            self._geometry.rules, probe, most, computed // size, prefix, inside=inside
         ).blocks
         return query.end if hit == query.blocks else hit * size
 
@@ -351,7 +371,8 @@ class SchedulerHalf:
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.phase is not Phase.RUNNING:
             return None
-        return self._hand_overs.finish(tracked, table[: len(self._absent)], self._scope)
+        scope = self._scope + tracked.tag
+        return self._hand_overs.finish(tracked, table[: len(self._absent)], scope)
 
     def handed_over(self, request_ids: Iterable[str]) -> list[EngineRequest]:
         """Return those of these requests that another engine continues."""
@@ -405,8 +426,8 @@ class SchedulerHalf:
         return not any(t.phase is Phase.LOADING for t in self._requests.values())
 
     def take_events(self) -> list[BlockEvent]:
-        """Return what entered and left the tiers, of blocks of the current scope."""
-        return list(self._events.take(self._scope))
+        """Return what entered and left the tiers, of blocks of the current scope and the tenant."""
+        return list(self._events.take(self._scope + self.tag))
 
     def take_stats(self) -> Counter[str]:
         """Return what was counted since the last call."""

@@ -28,7 +28,10 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
 
 class StoreJob(msgspec.Struct, frozen=True):
-    """Copy engine blocks into granted slots, in the same order. keys and parents go with these."""
+    """Copy engine blocks into granted slots, in the same order. keys and parents go with these.
+
+    off_disk: they go to no tier below memory.
+    """
 
     job_id: int
     session: int
@@ -36,6 +39,7 @@ class StoreJob(msgspec.Struct, frozen=True):
     slots: tuple[int, ...]
     keys: tuple[bytes, ...]
     parents: tuple[bytes, ...]
+    off_disk: bool = False
 
 
 class LoadJob(msgspec.Struct, frozen=True):

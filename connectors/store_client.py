@@ -217,6 +217,8 @@ class StoreClient:
         self._release: list[int] = []
         self._hand_overs: list[p.HandedOver] = []
         self._remote_releases: list[p.Unwanted] = []
+        self._tenants: set[str] = set()  # of requests
+        self._untold_tenants: list[str] = []  # the store has not heard of them
         self._readable_blocks: list[p.EngineBlocks] = []
         self._versions: BlockVersions | None = None
         self._usage_tokens = 0
@@ -254,6 +256,7 @@ class StoreClient:
         self._grants.clear()
         self._lookups, self._release = [], []
         self._hand_overs, self._remote_releases, self._readable_blocks = [], [], []
+        self._untold_tenants = sorted(self._tenants)
         self.side_channel = ""
         self._attacher.start()
 
@@ -302,6 +305,12 @@ class StoreClient:
         self._lookups.append(msgspec.structs.replace(lookup, ask=number))
         self._asked_ns[number] = self.clock()
         return number
+
+    def name_tenant(self, name: str) -> None:
+        """Tell the store of a tenant, once, before anything of it is asked or stored."""
+        if name not in self._tenants and len(self._tenants) < limits.TENANTS_MAX:
+            self._tenants.add(name)
+            self._untold_tenants.append(name)
 
     def report_hand_over(self, state: p.HandedOver) -> None:
         """Tell the store the state of a request that another engine continues."""
@@ -378,6 +387,7 @@ class StoreClient:
                 handed_over=_take(self._hand_overs, _fitting(self._hand_overs)),
                 unwanted=_take(self._remote_releases),
                 engine_blocks=_take(self._readable_blocks, _fitting(self._readable_blocks)),
+                tenants=_take(self._untold_tenants),
             )
             if step == _NOTHING:
                 self._link.flush()

@@ -72,13 +72,17 @@ class StorePlanner:
         self._next_job = 1
         self._jobs: list[StoreJob] = []
         self._batches: list[_GroupBatch] = []
-        self._gathered = 0  # blocks for the next job
+        self._gathered = 0  # blocks for the next job,
+        self._off_disk = False  # which go to no tier below memory,
+        self._scope = self._tag = b""  # and are of this tenant
         self.use_scope(b"")
 
     def use_scope(self, scope: bytes) -> None:
         """Make keys in this scope from now on. Nothing may be gathered meanwhile."""
+        self._scope = scope
+        suffix = scope + self._tag
         self._batches = [
-            _GroupBatch(group, per_block, make_key(b"", group, scope), rule.trailing is not None)
+            _GroupBatch(group, per_block, make_key(b"", group, suffix), rule.trailing is not None)
             for group, (per_block, rule) in enumerate(
                 zip(self._geometry.blocks_per_chunk, self._geometry.rules, strict=True)
             )
@@ -100,7 +104,7 @@ class StorePlanner:
             return 0
         size = self._geometry.block_tokens
         hashed = len(request.block_hashes) * self._geometry.hash_tokens
-        end = min(computed, hashed) // size
+        end = min(computed, hashed, tracked.store_tokens) // size
         if tracked.cursor < end:
             blocks = table(request.request_id) if client.credits else ()
             if blocks is None:
@@ -112,6 +116,7 @@ class StorePlanner:
 
     def _gather(self, tracked: TrackedRequest, end: int, table: BlockTable) -> None:
         """Gather the blocks up to end-1, of every group that has them, as far as credits go."""
+        self._use(tracked)
         first, free, groups = tracked.cursor, self._client.credits, len(self._batches)
         while first < end and len(free) >= groups:
             if first + 1 == end:  # most steps complete one block of a request
@@ -128,6 +133,18 @@ class StorePlanner:
             if self._gathered >= JOB_BLOCKS_MAX * groups:
                 self._close_job()
         tracked.cursor = first
+
+    def _use(self, tracked: TrackedRequest) -> None:
+        """Gather blocks of a request: a job has those of one tenant, for the same tiers."""
+        off_disk = not tracked.policy.store_in.disk
+        if off_disk is self._off_disk and tracked.tag == self._tag:
+            return
+        if self._gathered:
+            self._close_job()
+        self._off_disk = off_disk
+        if tracked.tag != self._tag:
+            self._tag = tracked.tag
+            self.use_scope(self._scope)
 
     def _gather_run(self, tracked: TrackedRequest, first: int, end: int, table: BlockTable) -> bool:
         """Gather a run that each group has as a whole, new or not at all; False if one does not."""
@@ -211,6 +228,7 @@ class StorePlanner:
             client.count("store_declined")
             return False
         parent_hash = hashes[partial.block * self._hashes_per_block - 1] if partial.block else b""
+        self._use(tracked)
         for batch, ids in zip(self._batches, self._ids_of(partial, table), strict=True):
             key = partial.hash + batch.suffix
             batch.add(ids, [client.credits.popleft()], [key], parent_hash)
@@ -246,7 +264,13 @@ class StorePlanner:
         self._sources[number] = frozenset(ids)
         spec = EngineSpec(tuple(ids), sizes, (0,) * len(sizes))
         job = StoreJob(
-            number, self._client.session, spec, tuple(slots), tuple(keys), tuple(parents)
+            number,
+            self._client.session,
+            spec,
+            tuple(slots),
+            tuple(keys),
+            tuple(parents),
+            self._off_disk,
         )
         self._jobs.append(job)
         self._client.stats["store_blocks"] += len(slots)

@@ -28,14 +28,16 @@ from vllm.v1.request import RequestStatus
 from connectors.engine_interface import Geometry, Step
 from connectors.events import BlockEvent
 from connectors.kv_transfer_params import Transfer, is_handed_over
+from connectors.request_policy import NO_LIMITS, NOTHING, RequestPolicy, policy_of
 from connectors.scheduler import SchedulerHalf
 from connectors.step_loads import StepLoads
 from connectors.step_meta import StepMeta
 from connectors.store_client import DISK, MEMORY, StoreClient
 from connectors.store_connection import Attacher
 from connectors.vllm_private import check_private, values_of
-from kvstore.core.errors import NotSupported
+from kvstore.core.errors import ConfigError, NotSupported
 from kvstore.core.limits import SLOTS_MAX
+from kvstore.units import one_line
 from kvstore.wire import engine as p
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvstore")
 
 ATTACH_S = 60.0
+_LOGGED_MAX = 200  # characters of a request's id
 _HANDED_OVER = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 _SOURCES = {"cpu": CacheHitSource.HOST, "nvme": CacheHitSource.DISK, "peer": CacheHitSource.P2P}
 
@@ -88,7 +91,7 @@ def start_scheduler(
         beside=beside,
         step_loads=loads_in_steps(config, cache, tokens),
     )
-    return SchedulerSide(half, cache, tokens, hands_over=hands_over)
+    return SchedulerSide(half, cache, tokens, hands_over=hands_over, policy=settings.policy)
 
 
 def start_half(
@@ -130,7 +133,7 @@ def start_half(
         log.info("kvstore: attached, blocks of %d tokens", tokens.block_tokens)
     else:
         log.error("kvstore: no store after %d s; serving without it, and trying again", ATTACH_S)
-    return SchedulerHalf(
+    half = SchedulerHalf(
         tokens,
         client,
         world=world,
@@ -147,6 +150,8 @@ def start_half(
         beside=beside,
         step_loads=step_loads,
     )
+    half.tag = settings.policy.tag
+    return half
 
 
 def loads_in_steps(config: VllmConfig, cache: KVCacheConfig, tokens: Geometry) -> StepLoads | None:
@@ -189,9 +194,15 @@ class SchedulerSide:
     """Translates between vLLM's scheduler and the scheduler half."""
 
     def __init__(
-        self, half: SchedulerHalf, cache: Any, tokens: Geometry, *, hands_over: bool = True
+        self,
+        half: SchedulerHalf,
+        cache: Any,
+        tokens: Geometry,
+        *,
+        hands_over: bool = True,
+        policy: RequestPolicy = NO_LIMITS,
     ) -> None:
-        """hands_over: requests' hand-over parameters count."""
+        """hands_over: requests' hand-over parameters count. policy: the engine's limits."""
         self.half = half
         self.manager: Any = None
         self._cache = cache
@@ -199,6 +210,7 @@ class SchedulerSide:
         # Recurrent states are whole at hand-over points only.
         self._states = frozenset(n for n, rule in enumerate(tokens.rules) if rule.exact)
         self._hands_over = hands_over
+        self._policy = policy
         self._warned_of_adapters = False
 
     def bind(self, manager: Any) -> None:
@@ -220,7 +232,20 @@ class SchedulerSide:
         reads = not request.skip_reading_prefix_cache
         wanted = request.sampling_params
         repeatable = wanted is None or (wanted.seed is None and wanted.prompt_logprobs is None)
-        self.half.on_new_request(request, transfer, cached, reads=reads, repeatable=repeatable)
+        policy = self._policy_of(request)
+        self.half.on_new_request(
+            request, transfer, cached, reads=reads, repeatable=repeatable, policy=policy
+        )
+
+    def _policy_of(self, request: Request) -> RequestPolicy:
+        """Return a request's limits; with wrong ones nothing of it is loaded or stored."""
+        try:
+            return policy_of(request.kv_transfer_params, self._policy)
+        except ConfigError as exc:
+            name = one_line(request.request_id, _LOGGED_MAX)
+            log.warning("request %s is neither loaded nor stored: %s", name, exc)
+            self.half.limits_refused()
+            return NOTHING
 
     def on_allocated(self, request: Request, blocks: Any, external: int) -> None:
         """vLLM has allocated a request's blocks; external: tokens that we load into them."""

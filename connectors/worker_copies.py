@@ -208,7 +208,8 @@ class Copies:
             ok = False
         seconds = time.perf_counter() - task.started
         if task.session is not None:  # its link is open until the last copy is over
-            stored = p.Stored(framing.u32(job.slots), job.keys, job.parents, ok, seconds)
+            slots = framing.u32(job.slots)
+            stored = p.Stored(slots, job.keys, job.parents, ok, seconds, job.off_disk)
             task.session.send(stored)
         copied = task.copying.bytes if ok and task.copying is not None else 0
         return Outcome(task, ok, copied)

@@ -407,6 +407,8 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("lookup -k O3", ".blocks, pending=coming.blocks > answer.blocks", ".blocks, pending=True"),
     ),
     "kvstore/core/tiering.py": (
+        ("request_policy -k Q36_blocks_kept", " and above.key not in self.off_disk", ""),
+        ("request_policy -k Q36_once", "self.off_disk.difference_update(gone)"),
         (
             "tiering tiers",
             "if tier.lookup(queue[0][0]) is LookupResult.RETRY:\n                return",
@@ -531,6 +533,16 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("metrics -k M3", "self.counts.update(dict.fromkeys(zeros(tiers), 0))"),
     ),
     "connectors/scheduler.py": (
+        (
+            "request_policy -k Q34_a_shorter",
+            "inside = query.inside if most == query.blocks else 0",
+            "most, inside = query.blocks, query.inside",
+        ),
+        (
+            "request_policy -k Q35_what_another",
+            "if not self._hand_overs.is_running(request.request_id):",
+            "if True:",
+        ),
         ("step_loads -k O6", "len(requests) == 1 and ", ""),
         ("step_loads -k O6", " and self._scheduled.keys() <= self._ended | requests", ""),
         ("step_loads -k O6", "asynchronous = beside or ", "asynchronous = "),
@@ -538,6 +550,47 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("step_loads -k O6", "or not StepLoads.serves(geometry.rules)", ""),
         ("step_loads -k O6", "self._ended.add(request_id)"),
         ("step_loads -k O15", "= self._beside or tracked.in_step", "= self._beside"),
+    ),
+    "connectors/store_planner.py": (
+        (
+            "request_policy -k Q36_blocks_that_stay",
+            "if self._gathered:\n            self._close_job()\n        self._off_disk = off",
+            "self._off_disk = off",
+        ),
+    ),
+    "kvstore/core/eviction.py": (("eviction -k a_mark", "if isinstance(coldest, Mark):"),),
+    "kvstore/core/tenants.py": (
+        (
+            "tenants -k Q41_Q42_whatever",
+            "if found is not None and found.counts(key):\n            self._count(found, -1)",
+        ),
+        (
+            "tenants -k Q41_a_tenant_that_comes",
+            "return (hash(key) >> TABLE_SHIFT) % TABLES < self.looked",
+            "return True",
+        ),
+        (
+            "tenants -k Q42_up_to",
+            "return order.share.used_bytes - self._block_bytes >= order.share.floor_bytes",
+            "return True",
+        ),
+        (
+            "tenants -k Q41_Q42_whoevers",
+            "if others is not None and coldest.age() > others:",
+            "if False:",
+        ),
+        (
+            "nvme_tenants -k after_a_clear",
+            "order.share.used_bytes -= order.blocks * self._block_bytes",
+        ),
+    ),
+    "connectors/request_policy.py": (
+        (
+            "request_policy -k Q34_the_tighter",
+            "min(self.load_tokens, other.load_tokens)",
+            "other.load_tokens",
+        ),
+        ("request_policy -k Q35_a_request_that_stores", "if not self.store_in.memory:"),
     ),
     "connectors/step_loads.py": (
         ("step_loads -k O6", "tracked.remote is NO_REMOTE\n            and ", ""),

@@ -116,3 +116,16 @@ def test_one_search_passes_over_a_limited_number_of_blocks_and_the_next_goes_on(
     assert next(forest.policy.victims(), None) is None
     assert forest.policy.changes == SKIPS_MAX
     assert next(forest.policy.victims(), None) is entries[-1]
+
+
+def test_a_mark_tells_how_old_the_cold_end_is_also_once_it_was_passed_over() -> None:
+    forest = Forest("a", "b")
+    assert forest.policy.age() == 0
+    forest.policy.mark(3)
+    forest.policy.mark(5)  # nothing was used between them
+    forest.store("x")
+    forest.store("y")
+    assert [forest.evict(), forest.policy.age()] == ["a", 0]
+    assert [forest.evict(), forest.evict()] == ["b", "x"]
+    assert forest.policy.age() == 5
+    assert [forest.evict(), forest.evict()] == ["y", None]

@@ -16,11 +16,13 @@ from hypothesis.stateful import (
     rule,
 )
 
+from kvstore.core.eviction import LeafLRU, Mark
 from kvstore.core.index import Entry, Node, State
 from kvstore.core.leases import Lease
 from kvstore.core.lookup import Answer, common_hit
 from kvstore.core.manager import Manager
-from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult, Slot, StoreOutcome
+from kvstore.core.tenants import Share, TenantOrder
+from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult, Slot, StoreOutcome, tag_of
 from tests.harness.fakes import generations_of
 
 WIDTH = 8
@@ -29,19 +31,21 @@ PATHS = st.text("xy", min_size=1, max_size=3)
 
 
 SLOTS_MAX = 12
+TAG = tag_of("tenant")
+BYTES = 10
 
 
 def chain_of(path: str) -> Chain:
     names = [path[: index + 1].ljust(WIDTH).encode() for index in range(len(path))]
-    return Chain(b"".join(names), WIDTH, len(RULES))
+    return Chain(b"".join(names), WIDTH, len(RULES), TAG if path[0] == "x" else b"")
 
 
 def parent_of(key: BlockKey) -> BlockKey | None:
     """Return the key above in a full group; window blocks have none."""
-    name, group = key[:WIDTH].rstrip(), key[WIDTH:]
+    name, group, scope = key[:WIDTH].rstrip(), key[WIDTH : WIDTH + 2], key[WIDTH + 2 :]
     if int.from_bytes(group, "big") or len(name) == 1:
         return None
-    return BlockKey(name[:-1].ljust(WIDTH) + group)
+    return BlockKey(name[:-1].ljust(WIDTH) + group + scope)
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -60,6 +64,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.open: dict[int, tuple[Lease, tuple[tuple[BlockKey, Slot], ...]]] = {}
         self.pinned: Counter[int] = Counter()
         self.now_ns = 0
+        self.share = Share()
+        self.tenants = False
 
     # Steps
 
@@ -78,6 +84,14 @@ class ManagerMachine(RuleBasedStateMachine):
                 if None in self.granted.values():
                     self.begin(path[:length], group)
                     self.complete(ok=True, last=True)
+
+    @rule(quota=st.none() | st.integers(0, 6), floor=st.integers(0, 3))
+    def limit(self, quota: int | None, floor: int) -> None:
+        """A tenant has the paths that begin with x."""
+        self.share.quota_bytes = None if quota is None else quota * BYTES
+        self.share.floor_bytes = floor * BYTES
+        self.tenants = True
+        self.manager.tend_tenants({TAG: self.share}, BYTES)
 
     @rule(count=st.integers(1, 3))
     def add_slots(self, count: int) -> None:
@@ -271,16 +285,32 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def what_can_go_does_go(self) -> None:
         """The policy knows every evictable block: list it, and compare."""
-        root: Node = self.manager._policy._root
-        listed, at = set(), root.next
-        while at is not root:
-            assert at is not None
-            key, number, at = at.key, id(at), at.next
-            assert id(self.manager.index.get(key)) == number, "in the order, and not in the index"
-            listed.add(number)
+        policy = self.manager._policy
+        orders: list[LeafLRU] = []
+        if isinstance(policy, TenantOrder):
+            orders += [policy._rest, *policy._orders.values()]
+        else:
+            orders.append(policy)
+        listed = set()
+        for order in orders:
+            root: Node = order._root
+            at = root.next
+            while at is not None and at is not root:
+                if not isinstance(at, Mark):
+                    found: Node | None = self.manager.index.get(at.key)
+                    assert found is at, "in the order, and not in the index"
+                    listed.add(id(at))
+                at = at.next
         for entry in self.manager.index:
             if entry.state is State.READY and not entry.pins and not entry.children:
                 assert id(entry) in listed
+
+    @invariant()
+    def tenants_have_what_is_counted(self) -> None:
+        if self.tenants:
+            ready = [e.key for e in self.manager.index if e.state is State.READY]
+            has = sum(key.endswith(TAG) for key in ready) * BYTES
+            assert self.share.used_bytes == has
 
 
 ManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

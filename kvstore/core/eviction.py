@@ -29,6 +29,16 @@ SKIPS_MAX = 1024
 _READY = State.READY
 
 
+class Mark(Node):
+    """What is colder than this in an order was touched before."""
+
+    __slots__ = ("epoch",)
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(BlockKey(b""), None, Slot(-1))
+        self.epoch = epoch
+
+
 class LeafLRU:
     """Leaf-first least recently used; all operations O(1) amortised.
 
@@ -40,6 +50,7 @@ class LeafLRU:
         root = Node(BlockKey(b""), None, Slot(-1))
         root.prev = root.next = root
         self._root = root  # root.next is the coldest, root.prev the hottest
+        self._age = 0
 
     def _link_after(self, entry: Node, at: Node | None) -> None:
         if at is not None and (follower := at.next) is not None:
@@ -81,6 +92,21 @@ class LeafLRU:
         if above is not None and last and above.state is _READY and not above.pins:
             self._link_after(above, at or self._root.prev)
 
+    def mark(self, epoch: int) -> None:
+        """Note a time, after those that were noted before."""
+        hottest = self._root.prev
+        if isinstance(hottest, Mark):
+            hottest.epoch = epoch
+        else:
+            self._link_after(Mark(epoch), hottest)
+
+    def age(self) -> int:
+        """Return the last noted time before the coldest block was touched; 0: none."""
+        while isinstance(coldest := self._root.next, Mark):
+            self._age = coldest.epoch
+            self.remove(coldest)
+        return self._age
+
     def clear(self) -> None:
         """Forget all blocks at once; the caller unlinks them from one another."""
         self._root.prev = self._root.next = self._root
@@ -99,7 +125,10 @@ class LeafLRU:
                 return
             self.remove(coldest)
             above: Node | None = coldest
-            skipped += not _evictable(coldest)
+            if not _evictable(coldest):
+                skipped += 1
+                if isinstance(coldest, Mark):
+                    self._age = coldest.epoch
             while above is not None and above.next is None and _evictable(above):
                 yield above  # and its parent, which is a leaf by then, takes this place
                 above = above.parent

@@ -134,6 +134,10 @@ class Index:
         """Go through all entries in parts, for many calls; what enters meanwhile may be missed."""
         return (list(table.values()) for table in self._tables)
 
+    def table(self, number: int) -> list[Entry]:
+        """Return the entries of one of the TABLES."""
+        return list(self._tables[number].values())
+
     def get(self, key: BlockKey) -> Entry | None:
         """Return the entry, ready or being written."""
         return self._tables[hash(key) >> TABLE_SHIFT].get(key)

@@ -26,23 +26,25 @@ Pure: no clock, thread, file or socket. Time comes in as now_ns, on one thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import cast
 
 from kvstore.core.errors import InvariantBroken, check
 from kvstore.core.eviction import LeafLRU
-from kvstore.core.index import Entry, Index, Path, State
+from kvstore.core.index import Entry, Index, Node, Path, State
 from kvstore.core.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
 from kvstore.core.lookup import Answer, Below, common_hit
 from kvstore.core.slots import Slots
+from kvstore.core.tenants import Share, TenantOrder
 from kvstore.core.types import BlockKey, Chain, Changes, GroupRule, LeaseId, Slot, StoreOutcome
 
 _WRITING, _COMING, _READY, _DROPPED = State  # a member of an enum takes 0.1 us to read
 _HERE = (_READY, _COMING)
 _STORED = StoreOutcome.STORED
 _SWEEP_MAX = 4096  # blocks that one call looks at when slots are taken away
+QUOTA_SLICE = 256  # blocks that one call takes from a tenant that has too much
 CLEAR_MAX = 1024  # cleared blocks whose slots one call gives back
 
 
@@ -65,7 +67,8 @@ class Manager:
         self.leases = LeaseBook()
         self.evictions: Counter[str] = Counter() if evictions is None else evictions
         self.slots = Slots(generations)
-        self._policy = LeafLRU()
+        self._policy: LeafLRU | TenantOrder = LeafLRU()
+        self._tenants: TenantOrder | None = None  # the same, once there is a tenant
         self._sweep: Iterator[list[Entry]] = iter(())  # for blocks in slots to be retired
         self._cleared: list[Index] = []  # ready blocks that no lookup finds any more
         self._outdated: dict[Slot, Entry] = {}  # was coming when all was cleared
@@ -82,24 +85,48 @@ class Manager:
         if len(free) < count and self._cleared:
             self.clear_some(count + CLEAR_MAX)
         if len(free) < count:
-            self._evict(count)
+            self._evict(self._policy.victims(), "capacity", count)
         return self.slots.grant(count)
 
-    def _evict(self, count: int) -> None:
-        """Take the coldest blocks out until `count` slots are free, or none is found."""
+    def _evict(self, victims: Iterator[Node], reason: str, count: int) -> None:
+        """Take blocks out until `count` slots are free, or there is no other."""
         removed, free, retiring = self._changes.removed, self.slots.free, self.slots.retiring
-        before = len(removed)
+        before, tenants = len(removed), self._tenants
         victim: Entry | None = None
-        for victim in cast("Iterator[Entry]", self._policy.victims()):
+        for victim in cast("Iterator[Entry]", victims):
             self.index.remove(victim)
             removed.append(victim.key)
+            if tenants is not None:
+                tenants.left(victim.key)
             if victim.slot not in retiring:
                 free.append(victim.slot)
             if len(free) >= count:
                 break
         if victim is not None:
             self._policy.freed(victim.parent)
-        self.evictions["capacity"] += len(removed) - before
+        self.evictions[reason] += len(removed) - before
+
+    def tend_tenants(self, new: Mapping[bytes, Share], block_bytes: int) -> bool:
+        """Take out some blocks of tenants that have more than they may; True: call again soon.
+
+        new: by tag, of tenants not known here, and any others.
+        """
+        if new and (self._tenants is None or not self._tenants.knows(new)):
+            if not isinstance(self._policy, TenantOrder):
+                self._policy = TenantOrder(self._policy, len(self.index), block_bytes)
+                self._tenants = self._policy
+            for tag, share in new.items():
+                self._policy.add(tag, share, empty=not len(self.index))
+        tenants = self._tenants
+        if tenants is None:
+            return False
+        if tenants.adopting:
+            tenants.adopt(self.index.table)
+        for tag in tenants.over:
+            room = len(self.slots.free) + QUOTA_SLICE
+            self._evict(tenants.victims_of(tag), "quota", room)
+        tenants.exceeded = bool(tenants.over)
+        return tenants.exceeded or tenants.adopting
 
     def give_back(self, slots: Iterable[Slot]) -> None:
         """Return granted slots that nobody writes any more."""
@@ -230,12 +257,17 @@ class Manager:
 
     def _became_ready(self, entry: Entry, below: Entry | None) -> None:
         """A block can be read now. below: the one that becomes ready next, if any does."""
+        tenants = self._tenants
+        if tenants is not None:
+            tenants.entered(entry.key)
         # A next one of its path stands for it, or will with its own last pin.
         if not entry.pins and (below is None or below.parent is not entry):
             self._policy.touch(entry)
         self._changes.added.append(entry.key)
         if entry.slot in self.slots.retiring:
             self.drop(entry.key, "resize")
+        if tenants is not None and tenants.exceeded:
+            self.tend_tenants({}, 0)
 
     # Looking up and loading
 
@@ -386,6 +418,8 @@ class Manager:
         self.leases.pin_all()
         self._policy.inherit(entry)
         self.index.remove(entry)
+        if self._tenants is not None:
+            self._tenants.left(key)
         self.evictions[reason] += 1
         self._changes.removed.append(entry.key)
         self.slots.vacate(entry.slot, pinned=entry.pins > 0)

@@ -111,6 +111,7 @@ class Tiering:
         self._under_way: Counter[str] = Counter()
         self._load_blocks = max(1, min(JOB_BLOCKS_MAX, LOAD_BYTES // slot_bytes))
         self._coming: dict[BlockKey, _Open] = {}
+        self.off_disk: set[BlockKey] = set()  # in memory, or on their way up: never copied down
         self._staged: list[tuple[Any, bool]] = []
         self._next_job = 1
 
@@ -143,6 +144,12 @@ class Tiering:
     def queued(self) -> int:
         """Count the blocks that wait to be copied down, or are being copied."""
         return sum(map(len, self._queues.values())) + sum(self._storing.values())
+
+    def left(self, removed: Iterable[BlockKey]) -> None:
+        """Blocks have left memory; some may have been stored again since."""
+        if self.off_disk:
+            gone = (key for key in removed if self._manager.index.get(key) is None)
+            self.off_disk.difference_update(gone)
 
     def cascade(self, added: Sequence[BlockKey]) -> None:
         """Queue newly ready blocks, parents first, for every tier that may take them."""
@@ -201,7 +208,7 @@ class Tiering:
         if above is None:
             self.counts[tier.name, "late"] += 1
         path: list[Entry] = []
-        while above is not None and above.key not in pinned:
+        while above is not None and above.key not in pinned and above.key not in self.off_disk:
             if tier.lookup(above.key) in (LookupResult.HIT, LookupResult.PENDING):
                 break  # RETRY is not: a tier that cannot tell yet passes over what it has
             path.append(above)
@@ -259,11 +266,13 @@ class Tiering:
         work = self._coming.get(key)
         return () if work is None else work.job.keys
 
-    def promote(self, chain: Chain, blocks: int, found: Sequence[Found]) -> None:
+    def promote(
+        self, chain: Chain, blocks: int, found: Sequence[Found], *, off_disk: bool = False
+    ) -> None:
         """Start reading what a hit of the first `blocks` blocks lacks in memory.
 
-        found: in ascending order. Slots are granted as far as they go; what finds none stays where
-        it is.
+        found: in ascending order. off_disk: none of it is copied down. Slots are granted as far as
+        they go; what finds none stays where it is.
         """
         wanted: dict[Tier, tuple[list[BlockKey], list[BlockKey | None]]] = {}
         for group, rule in enumerate(self._manager.rules):
@@ -286,10 +295,15 @@ class Tiering:
                 all_keys += keys
                 all_above += above
         for tier, (keys, above) in wanted.items():
-            self._load(tier, keys, above)
+            self._load(tier, keys, above, off_disk=off_disk)
 
     def _load(
-        self, tier: Tier, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None]
+        self,
+        tier: Tier,
+        keys: Sequence[BlockKey],
+        parents: Sequence[BlockKey | None],
+        *,
+        off_disk: bool,
     ) -> None:
         """Read blocks into slots; the first job is under way before the next one is made."""
         slots = self._manager.prepare_store(len(keys))
@@ -302,6 +316,8 @@ class Tiering:
                 self._manager.give_back([slots[place] for place in sorted(unused)])
             if began:
                 moved, above = [keys[at] for at in places], [parents[at] for at in places]
+                if off_disk:
+                    self.off_disk.update(moved)
                 job = self._job(JobKind.LOAD, moved, [slots[at] for at in places], above)
                 self._start_load(_Open(tier, job))
 
@@ -406,6 +422,7 @@ class Tiering:
             done = 0 if work.cleared else work.done
             outcomes = self._manager.complete_promotions(work.job.slots, done)
             self.counts[work.tier.name, "orphan"] += outcomes.count(StoreOutcome.ORPHAN)
+            self.left(work.job.keys)
             for below in work.below:
                 below.above.discard(work.job.job_id)
             landing.extend(work.below)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 from typing import NewType, cast
@@ -18,6 +19,8 @@ BlockKey = NewType("BlockKey", bytes)
 Slot = NewType("Slot", int)
 """Index of one block's place in a namespace's memory pool."""
 
+TAG_BYTES = 8
+
 JobId = NewType("JobId", int)
 LeaseId = NewType("LeaseId", int)
 
@@ -29,6 +32,11 @@ def make_key(block_hash: bytes, group: int, scope: bytes = b"") -> BlockKey:
     equal: an engine takes a fresh one when its cache is reset (new weights, same namespace).
     """
     return BlockKey(block_hash + group.to_bytes(2, "big") + scope)
+
+
+def tag_of(tenant: str) -> bytes:
+    """Return what the scopes of a tenant's blocks end with."""
+    return hashlib.blake2b(tenant.encode(), digest_size=TAG_BYTES).digest()
 
 
 class Chain:

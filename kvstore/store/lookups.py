@@ -121,7 +121,16 @@ class Lookups:
         loadable = blocks if lookup.loadable is None else min(lookup.loadable, blocks)
         memory_only = lookup.memory_only or self._engine.promote_ns == 0
         deadline_ns = now_ns + self._engine.defer_ns
-        ask = Ask(lookup.ask, namespace, chain, loadable, now_ns, deadline_ns, memory_only)
+        ask = Ask(
+            lookup.ask,
+            namespace,
+            chain,
+            loadable,
+            now_ns,
+            deadline_ns,
+            memory_only,
+            lookup.off_disk,
+        )
         alone = memory_only or namespace.layout.unnamed
         if lookup.peer and self._peers is not None and not alone:
             self._ask_peer(self._peers, ask, lookup, direct=lookup.direct and session.direct)
@@ -239,7 +248,7 @@ class Lookups:
             needs = sum(blocks - chain.first_of(rule, blocks) for rule in namespace.layout.rules)
             if ask.direct is None and self._too_many(namespace, pinned, needs):
                 return False
-            namespace.tiering.promote(chain, blocks, found.below)
+            namespace.tiering.promote(chain, blocks, found.below, off_disk=ask.off_disk)
         return True
 
     def _let_go(self, ask: Ask) -> None:

@@ -41,6 +41,7 @@ class Ask(msgspec.Struct, eq=False):
     asked_ns: int
     deadline_ns: int
     memory_only: bool = False
+    off_disk: bool = False  # what comes up for it
     look_ns: int = 0  # not before
     fetch: int | None = None  # what a peer was asked for it
     direct: dict[tuple[int, int], int] | None = None  # group, index -> position: workers read it

@@ -14,7 +14,7 @@ import msgspec
 from kvstore.barrier import Barrier
 from kvstore.config import Config
 from kvstore.core.errors import ProtocolError
-from kvstore.core.types import BlockKey, Changes, LeaseId, Slot
+from kvstore.core.types import BlockKey, Changes, LeaseId, Slot, StoreOutcome
 from kvstore.handover.jobs import check_ranks
 from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.logs import RateLog
@@ -226,6 +226,7 @@ class Store:
             for session in namespace.sessions.values():
                 if session.phase is Phase.ACTIVE:
                     session.heard(changes, on_disk)
+        namespace.tiering.left(changes.removed)
         if changes.added:
             with namespace.around_tiers:
                 namespace.tiering.cascade(changes.added)
@@ -303,6 +304,8 @@ class Store:
                 outcome = manager.complete_store(slot, ok=writing.ok)
                 namespace.engines.stored(session.number, slot, BlockKey(key), ok=writing.ok)
                 self.numbers.add("kvstore_stored_blocks", outcome.value)
+                if message.off_disk and outcome is StoreOutcome.STORED:
+                    namespace.tiering.off_disk.add(BlockKey(key))
 
     def _loaded(self, session: Session, namespace: Namespace, rank: int, message: p.Loaded) -> None:
         self.numbers.add("kvstore_copied_bytes", "load", by=message.copied_bytes)

@@ -19,7 +19,7 @@ from kvstore.core.layout import RankGeometry, RankLayout, RankPages
 from kvstore.core.limits import Count, Hash, LeaseMs, Name, Number, Rank, Seconds, Text, Words
 from kvstore.wire.framing import Message
 
-VERSION = 4
+VERSION = 5
 
 Requests = msgspec.Meta(max_length=limits.STEP_ITEMS_MAX)
 Keys = Annotated[tuple[Hash, ...], msgspec.Meta(max_length=limits.STORED_MAX)]
@@ -58,7 +58,8 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     request: the hand-over, which may still be computing it there; push: have it
     written; None: if that is faster. inside: tokens used of the last block, 0: all.
     loadable: how many may be loaded, which lower tiers and peers are asked for; None: all.
-    direct: workers read themselves what a peer has, into the engine's memory.
+    direct: workers read themselves what a peer has, into the engine's memory. off_disk: what comes
+    up for it is not copied to lower tiers.
     """
 
     ask: Number
@@ -72,6 +73,7 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     inside: Count = 0
     loadable: Count | None = None
     direct: bool = False
+    off_disk: bool = False
 
 
 class HandedOver(msgspec.Struct, frozen=True, array_like=True):
@@ -116,7 +118,8 @@ class Step(Message, frozen=True):
     """One batch per engine step from the scheduler half.
 
     release: leases that were not used. lookup_tokens, hit_tokens: of requests admitted since the
-    last step, asked for, and served, by tier. counts: events since then, by name (EVENTS).
+    last step, asked for, and served, by tier. counts: events since then, by name (EVENTS). tenants:
+    whose blocks are asked for or stored from now on, each named once.
     """
 
     lookups: Annotated[tuple[Lookup, ...], Requests] = ()
@@ -127,6 +130,7 @@ class Step(Message, frozen=True):
     handed_over: Annotated[tuple[HandedOver, ...], Requests] = ()
     unwanted: Annotated[tuple[Unwanted, ...], Requests] = ()
     engine_blocks: Annotated[tuple[EngineBlocks, ...], Requests] = ()
+    tenants: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.TENANTS_MAX)] = ()
 
 
 class Mapped(Message, frozen=True):
@@ -137,13 +141,17 @@ class Mapped(Message, frozen=True):
 
 
 class Stored(Message, frozen=True):
-    """A worker finished writing slots. keys[i] is in slots[i]; parents[i] may be empty."""
+    """A worker finished writing slots. keys[i] is in slots[i]; parents[i] may be empty.
+
+    off_disk: they are not copied to lower tiers.
+    """
 
     slots: Words
     keys: Keys
     parents: Keys
     ok: bool
     seconds: Seconds
+    off_disk: bool = False
 
 
 class Loaded(Message, frozen=True):

@@ -27,6 +27,7 @@ BENCHES = {
     "index": ("tests.bench.index", "the manager up to millions of blocks, against vLLM's"),
     "nvme": ("tests.bench.nvme", "blocks to disk and back, against plain direct I/O"),
     "nvme-index": ("tests.bench.nvme_index", "how fast a disk's blocks are known after a start"),
+    "service": ("tests.bench.service", "many engines on one store, against a bare echo server"),
     "vllm": ("tests.bench.ttft", "time to first token in real vLLM engines; needs vllm"),
 }
 COUNTING = ("index", "nvme-index")  # measure so many blocks

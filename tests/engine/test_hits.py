@@ -107,6 +107,33 @@ def test_O6_with_nothing_else_to_run_a_hit_takes_one_step(served: Served) -> Non
     forget(served.engine)
 
 
+def test_Q34_Q35_a_requests_own_limits_count(served: Served) -> None:
+    tokens = prompt(78, 1000)
+
+    def run(**limits: object) -> tuple[Result, float]:
+        before = served.stats()
+        request = Request(id="limited", tokens=tokens, kv_transfer_params=limits)
+        (result,) = served.one_by_one([request])
+        forget(served.engine)
+        return result, served.since(before).get(STORED, 0)
+
+    reference, stored = run(max_offload_tokens=0)
+    assert stored == 0
+    _, stored = run(kv_store_tiers="nowhere")
+    assert stored == 0, "it is not known what it wants kept from where"
+    _, stored = run(offload_prompt_only=True)
+    assert stored == servable(1000) // ENGINE_BLOCK * served.groups
+    result, _ = run(max_load_tokens=0)
+    assert result.cached_tokens == 0
+    assert_same([reference], [result])
+    result, _ = run(max_load_tokens=5 * ENGINE_BLOCK + 1)
+    assert result.cached_tokens == 5 * ENGINE_BLOCK
+    assert_same([reference], [result])
+    result, _ = run(kv_load_tiers=[{"medium": "CPU"}], kv_store_tiers=[])
+    assert result.cached_tokens == servable(1000)
+    assert_same([reference], [result])
+
+
 def test_O11_what_is_stored_is_not_stored_again(served: Served) -> None:
     requests = unique(seed=2)
     expected = blocks_kept(requests, TOKENS_OUT) * served.groups

@@ -12,6 +12,7 @@ from typing import Any
 from connectors.engine_interface import BlockTable, EngineRequest
 from connectors.kv_transfer_params import Transfer, is_handed_over
 from connectors.partial_block import is_partial_block
+from connectors.request_policy import NO_LIMITS, RequestPolicy
 from connectors.scheduler import SchedulerHalf
 from connectors.step_loads import StepLoads
 from connectors.store_client import StoreClient
@@ -54,7 +55,9 @@ class Half(SchedulerHalf):
         *,
         reads: bool = True,
         repeatable: bool = True,
+        policy: RequestPolicy = NO_LIMITS,
     ) -> None:
+        assert policy == NO_LIMITS
         assert not transfer
         assert not cached
         assert reads

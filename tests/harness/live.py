@@ -175,7 +175,7 @@ class LiveEngine:
     def content(self, block: bytes) -> bytes:
         return (block * (self._page_bytes // len(block) + 1))[: self._page_bytes]
 
-    def put(self, chain: Sequence[bytes]) -> None:
+    def put(self, chain: Sequence[bytes], *, off_disk: bool = False) -> None:
         """Store a request's blocks; their bytes follow from their hashes."""
         for index, block in enumerate(chain):
             while not self.credits:
@@ -185,7 +185,8 @@ class LiveEngine:
             memory[at : at + self._page_bytes] = self.content(block)
             parent = make_key(chain[index - 1], 0) if index else b""
             keys = (make_key(block, 0),)
-            self.worker.send(p.Stored(u32([slot]), keys, (parent,), ok=True, seconds=0.001))
+            slots, parents = u32([slot]), (parent,)
+            self.worker.send(p.Stored(slots, keys, parents, True, 0.001, off_disk=off_disk))
 
     def ask(self, chain: Sequence[bytes], **how: Any) -> p.Granted:  # noqa: ANN401 - of Lookup
         self._asks += 1

@@ -13,6 +13,7 @@ from functools import partial
 
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, TierError, TierIOError
+from kvstore.core.tenants import Share
 from kvstore.core.tier import TierContext
 from kvstore.logs import RateLog
 from tiers.nvme.attached import Attached
@@ -45,6 +46,7 @@ class NvmeDisk:
         writers = writers_of(settings.threads)
         self.settings = settings
         self.capacity_bytes = settings.capacity_bytes
+        self.tenants: dict[bytes, Share] = {}  # by tag
         try:
             self.attached = Attached(self)  # another one after each return to the directory
         except (OSError, TierError) as exc:
@@ -92,6 +94,7 @@ class NvmeDisk:
         Its name follows from that size among others, so that the index is what is wrong.
         """
         del self.attached.spaces[space.digest]
+        space.index.let_go()
         self.attached.room.recount()
         for file in space.extents.values():
             file.close()

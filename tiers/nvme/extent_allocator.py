@@ -185,14 +185,14 @@ class ExtentAllocator:
         self._now_s = now_s
         works = self._disk.health.writable and not self._attached.loading
         for space in visited:
-            if works:
-                self._look_after(space)
-            if space.at_rest and space.digest not in self._evicting:
+            restless = works and self._look_after(space)
+            if space.at_rest and not restless and space.digest not in self._evicting:
                 self._attached.visits.rest(space.digest)
             else:
                 self._attached.wake(space)
 
-    def _look_after(self, space: DiskNamespace) -> None:
+    def _look_after(self, space: DiskNamespace) -> bool:
+        """Do what is due; True: look again soon."""
         for number, file in space.take_retired():
             self.recount()
             self._removing[number] = cost(file.bytes, file.slot_bytes)
@@ -202,6 +202,7 @@ class ExtentAllocator:
             self._evict_ahead(space)
         else:
             self._evicting.discard(space.digest)
+        return space.tend_tenants(self._disk.tenants)
 
     def _evict_ahead(self, space: DiskNamespace) -> None:
         coming = space.free + space.leaving

@@ -21,6 +21,7 @@ from typing import cast
 
 from kvstore.core.eviction import LeafLRU
 from kvstore.core.index import TABLE_SHIFT, TABLES, Node, State
+from kvstore.core.tenants import Share, TenantOrder
 from kvstore.core.types import BlockKey, Changes, Slot
 
 
@@ -70,12 +71,23 @@ class DiskIndex:
         """Start empty. changes: where what can be read, and cannot any more, is noted."""
         self._tables: list[dict[BlockKey, Record]] = [{} for _ in range(TABLES)]
         self._count = 0
-        self.order = LeafLRU()
+        self.order: LeafLRU | TenantOrder = LeafLRU()
+        self.tenants: TenantOrder | None = None  # the same, once there is a tenant
         self.changes = changes
 
     def __len__(self) -> int:
         """Count the records, those being written included."""
         return self._count
+
+    def add_tenant(self, tag: bytes, share: Share, block_bytes: int) -> None:
+        """Count blocks whose keys end with a tag as a tenant's; all records are loaded."""
+        if not isinstance(self.order, TenantOrder):
+            self.order = self.tenants = TenantOrder(self.order, len(self), block_bytes)
+        self.order.add(tag, share, empty=not len(self))
+
+    def table(self, number: int) -> list[Record]:
+        """Return the records of one of the TABLES."""
+        return list(self._tables[number].values())
 
     def get(self, key: BlockKey) -> Record | None:
         """Return the record, ready or being written."""
@@ -145,14 +157,25 @@ class DiskIndex:
     def ready(self, record: Record) -> None:
         """The record's data is on disk: it may be read, and evicted as a leaf."""
         record.state = State.READY
+        if self.tenants is not None:
+            self.tenants.entered(record.key)
         self.order.touch(record)
         if self.changes is not None:
             self.changes.added.append(record.key)
 
     def gone(self, record: Record) -> None:
         """The record is about to be taken out, or not to be read any more."""
-        if self.changes is not None and record.state is State.READY:
-            self.changes.removed.append(record.key)
+        if record.state is State.READY:
+            if self.changes is not None:
+                self.changes.removed.append(record.key)
+            if self.tenants is not None:
+                self.tenants.left(record.key)
+
+    def let_go(self) -> None:
+        """Count nothing of it for tenants any more: it is out of use."""
+        if self.tenants is not None:
+            self.tenants.clear()
+            self.tenants = None
 
     def dismantle(self) -> Iterator[list[BlockKey]]:
         """Cut the records of an index that is out of use apart, so that their memory is free.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ import xxhash
 
 from kvstore.core.errors import check
 from kvstore.core.index import State
+from kvstore.core.tenants import Share
 from kvstore.core.types import BlockKey, Slot
 from tiers.nvme.files import ExtentFile, stride_of
 from tiers.nvme.index import DiskIndex, Durable, Record
@@ -36,6 +37,7 @@ from tiers.nvme.messages import (
 POSITION = 0xFFFFFFFF  # in a place: extent << 32 | position
 SLICE = 1 << 14  # slots looked at
 _CHECKED = struct.Struct("<QQ")  # generation, payload bytes
+QUOTA_SLICE = 256  # blocks that one call takes from a tenant that has too much
 _DROPS_MAX = 2048  # of one call
 _ROWS = 1024  # taken in without a look at the clock
 _SUM_ALIGN = 64  # XXH3 takes a sixth longer over a page that it meets between two cache lines
@@ -272,6 +274,26 @@ class DiskNamespace(ExtentSlots):
             done += 1
         return done
 
+    def tend_tenants(self, shares: Mapping[bytes, Share]) -> bool:
+        """Drop some blocks of tenants that have more than they may; True: call again soon.
+
+        shares: of all tenants, by tag.
+        """
+        index = self.index
+        if shares and (index.tenants is None or not index.tenants.knows(shares)):
+            for tag, share in shares.items():
+                index.add_tenant(tag, share, self.slot_bytes)
+        tenants = index.tenants
+        if tenants is None:
+            return False
+        if tenants.adopting:
+            tenants.adopt(index.table)
+        for tag in tenants.over:
+            for victim in islice(tenants.victims_of(tag), QUOTA_SLICE):
+                self.drop(cast("Record", victim), "quota")
+        tenants.exceeded = bool(tenants.over)
+        return tenants.exceeded or tenants.adopting
+
     def retire(self, number: int) -> None:
         """Stop using an extent and drop what is in it, in slices."""
         self.withdraw(number)
@@ -291,6 +313,7 @@ class DiskNamespace(ExtentSlots):
     def clear(self) -> None:
         """Forget every block."""
         self.counts["cleared"] += len(self.index)
+        self.index.let_go()
         self._dismantling.append(self._dismantle(self.index))
         self.index = DiskIndex(self.index.changes)
         self.loading = None
@@ -320,6 +343,7 @@ class DiskNamespace(ExtentSlots):
         self.counts.update(old.counts)
         self.index.changes = old.index.changes
         self._before = old._before
+        old.index.let_go()
         self._dismantling.append(self._dismantle(old.index))
         if self.loading is not None:
             self.loading.unwanted = {r.key for r in (*old.to_delete, *old._sinking)}
