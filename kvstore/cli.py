@@ -193,11 +193,10 @@ def _print_json(value: object) -> None:
 
 
 def _serve(chosen: argparse.Namespace) -> int:
-    from kvstore.check import require
+    from kvstore.check import notes, require
     from kvstore.config import load
     from kvstore.listener import listen
     from kvstore.logs import log_to_stderr
-    from kvstore.memory_limits import MARGIN_BYTES, memory_left
     from kvstore.store.server import serve
     from kvstore.units import sized
 
@@ -205,14 +204,10 @@ def _serve(chosen: argparse.Namespace) -> int:
     require(config)
     log_to_stderr("%(asctime)s %(levelname)s %(message)s")
     listener = listen(config.server.socket, shared=bool(config.server.allow))
-    capacity, available = config.cpu.capacity_bytes, memory_left()
-    extent = sized(config.cpu.extent_bytes)
-    log.info("cpu capacity %s in extents of %s", sized(capacity), extent)
-    if capacity + MARGIN_BYTES > available.bytes:
-        log.warning(
-            "only %s of memory are available now (%s): the cpu tier stops growing at %s",
-            sized(available.bytes), available.of, sized(MARGIN_BYTES),
-        )  # fmt: skip
+    capacity, extent = sized(config.cpu.capacity_bytes), sized(config.cpu.extent_bytes)
+    log.info("cpu capacity %s in extents of %s", capacity, extent)
+    for finding in notes(config):
+        log.warning("%s: %s", finding.what, finding.text)
     serve(config, listener)
     log.info("stopped")
     return 0
