@@ -231,7 +231,7 @@ def load(path: str | Path) -> Config:
     try:
         text = read_text(path)
     except OSError as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}; expected a TOML file") from exc
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path}: not UTF-8 text (byte {exc.start})") from exc
     try:
