@@ -22,6 +22,7 @@ from kvstore.core.types import window_rule
 from kvstore.units import one_line, shown, sized, wrong
 
 CONFIG = "config.json"
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")  # of a model with images
 BLOCK_SIZE = 16
 BLOCK_SIZE_CPU = 128
 BLOCK_SIZE_LATENT_AND_STATES = 128
@@ -221,8 +222,9 @@ class _Config:
         self._path = path
         self._ranks = ranks
         whole = _table(path)
-        inner = whole.get("text_config")
-        self._values: Mapping[str, Any] = inner if isinstance(inner, dict) else whole
+        parts = (whole.get(name) for name in TEXT_CONFIGS)
+        inner = next((part for part in parts if isinstance(part, dict)), whole)
+        self._values: Mapping[str, Any] = inner
         self._type = str(self._values.get("model_type", whole.get("model_type")))
         if whole.get("is_encoder_decoder"):
             raise NotSupported(f"{path}: kvstore does not serve encoder-decoder models")
@@ -233,7 +235,7 @@ class _Config:
     def size(self, model: str, dtype: str, state_dtype: str, block_tokens: int | None) -> ModelSize:
         """Compute the groups as vLLM does."""
         layers = self._layers()
-        latent = "kv_lora_rank" in self._values and bool(self._values["kv_lora_rank"])
+        latent = bool(self._values.get("kv_lora_rank"))
         attends = any(kind != STATES for kind in layers)
         token_bytes = self._token_bytes(latent, BYTES_OF[dtype]) if attends else 0
         block = block_tokens or BLOCK_SIZE
@@ -241,7 +243,7 @@ class _Config:
         if STATES in layers:
             state_bytes = self._state_bytes(4 if dtype == "float32" else 2, state_dtype)
             block = self._aligned(block, state_bytes, token_bytes, latent=latent)
-        window = self._window() if WINDOW in layers else None
+        window = self._number("sliding_window") if WINDOW in layers else None
         names = {FULL: LATENT if latent else FULL, WINDOW: f"{WINDOW} of {window}", STATES: STATES}
         groups = tuple(
             Group(names[kind], count, each, window if kind == WINDOW else None)
@@ -268,7 +270,6 @@ class _Config:
         values, count = self._values, self._number("num_hidden_layers", "n_layer", most=LAYERS_MAX)
         shared = self._number("num_kv_shared_layers", default=0)
         types, pattern = values.get("layer_types"), values.get("hybrid_override_pattern")
-        interval = values.get("sliding_window_pattern", WINDOW_PATTERNS.get(self._type))
         if isinstance(pattern, str):
             kinds = [PATTERN.get(char) for char in pattern]
         elif isinstance(types, list):
@@ -277,23 +278,37 @@ class _Config:
             every = self._number("full_attention_interval", default=4)
             kinds = [STATES if (at + 1) % every else FULL for at in range(count)]
         elif "attn_layer_period" in values:
-            period, offset = (self._number(f"attn_layer_{n}") for n in ("period", "offset"))
+            period = self._number("attn_layer_period")
+            offset = self._number("attn_layer_offset", default=0)
             kinds = [FULL if at % period == offset else STATES for at in range(count)]
         elif self._type == "falcon_h1":
             kinds = [FULL, STATES] * count
         elif any(name.startswith(("mamba_", "ssm_")) for name in values) or "state_size" in values:
             raise self._unknown("states in layers that it does not name")
-        elif isinstance(interval, int) and interval > 0 and values.get("sliding_window"):
-            kinds = [WINDOW if (at + 1) % interval else FULL for at in range(count)]
         else:
-            used = values.get("sliding_window") and values.get("use_sliding_window", True)
-            kinds = [WINDOW if used else FULL] * count
+            kinds = self._windows(count)
         if None in kinds:
             named = types if isinstance(types, list) else [pattern]
             raise self._unknown(f"layers of {shown(', '.join(sorted(set(map(str, named)))))}")
         if shared:
             kinds = kinds[: max(1, len(kinds) - shared)]
-        return Counter(kind for kind in kinds[: 2 * LAYERS_MAX] if kind)
+        found = Counter(kind for kind in kinds[: 2 * LAYERS_MAX] if kind)
+        if not found:
+            raise self._unknown("no layers with KV")
+        return found
+
+    def _windows(self, count: int) -> list[str | None]:
+        """Say which layers of a model without `layer_types` have a window."""
+        values = self._values
+        if not values.get("sliding_window") or not values.get("use_sliding_window", True):
+            return [FULL] * count
+        interval = self._number(
+            "sliding_window_pattern", default=WINDOW_PATTERNS.get(self._type, 0)
+        )
+        if interval:
+            return [WINDOW if (at + 1) % interval else FULL for at in range(count)]
+        full = self._number("max_window_layers", default=0)
+        return [FULL if at < full else WINDOW for at in range(count)]
 
     def _token_bytes(self, latent: bool, value_bytes: int) -> int:  # noqa: FBT001
         """Return the bytes of a token in one layer of one rank."""
@@ -305,7 +320,7 @@ class _Config:
         if heads > 1 and heads % self._ranks and self._ranks % heads:
             raise ConfigError(f"--tp: {wrong(f'a divisor of {heads} KV heads', self._ranks)}")
         whole = self._number("hidden_size", "n_embd") // queries
-        size = self._number("head_dim", "attention_head_dim", default=whole)
+        size = self._number("head_dim", "attention_head_dim", default=max(1, whole))
         return max(1, heads // self._ranks) * size * 2 * value_bytes
 
     def _state_bytes(self, value_bytes: int, state_dtype: str) -> int:
@@ -338,9 +353,6 @@ class _Config:
         if groups % self._ranks:  # each rank has those that its heads use
             groups += self._ranks - groups
         return inner + 2 * groups * state, width, inner * state
-
-    def _window(self) -> int:
-        return self._number("sliding_window")
 
     def _number(self, *names: str, default: int | None = None, most: int = NUMBER_MAX) -> int:
         """Return the first of these numbers that is there."""

@@ -93,7 +93,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
                 text.replace("{port}", str(port)).replace("{much}", much)
             )
             log = stack.enter_context((mine / "log").open("w"))
-            command = [
+            command: list[str | Path] = [
                 sys.executable,
                 "-m",
                 "kvstore.cli",

@@ -12,6 +12,7 @@ from kvstore import cli
 from kvstore.core.errors import ConfigError, NotSupported
 from kvstore.model_size import ModelSize, model_size
 from kvstore.units import GIB, KIB, MIB
+from tests.engine.sizes import MODELS
 
 LLAMA = {  # Llama-3.1-8B
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
@@ -68,7 +69,10 @@ def test_Q11_a_tier_holds_whole_blocks_in_whole_extents(tmp_path: Path) -> None:
     windows = size_of(tmp_path, GEMMA)
     extent = 64 * windows.slot_bytes
     assert windows.sessions_in(extent, extent, 64 * 16) == (0, 0)
-    assert windows.sessions_in(14 * extent, extent, 128 * 16) == (1, 896 // (128 + 6 * 64))
+    assert windows.sessions_in(28 * extent, extent, 128 * 16) == (2, 1792 // (128 + 6 * 64))
+    states = size_of(tmp_path, MODELS["gated delta net"])
+    extent, prompt = 40 * states.slot_bytes, 10 * states.block_tokens
+    assert states.sessions_in(extent, extent, prompt) == (1, 40 // (10 + 3))
     larger = size.in_blocks_of(64)
     assert (larger.slot_bytes, larger.token_bytes) == (8 * MIB, size.token_bytes)
 
@@ -119,3 +123,26 @@ def test_Q11_a_block_that_no_extent_holds_is_refused(
     arguments = ["size", str(written(tmp_path, LLAMA)), "--block-size", "256", "--cpu", "128MiB"]
     assert cli.main(arguments) == 2
     assert "expected an extent of at least 32 MiB" in capsys.readouterr().err
+
+
+NASTY: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 2.5, 10**30, "", "x", [], ["x"], {}, {"a": 1}, float("nan"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [LLAMA, DEEPSEEK, GEMMA["text_config"], *MODELS.values()])
+def test_Q13_whatever_a_config_has_the_answer_is_a_size_or_a_line(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    told: list[str] = []
+    for name in config:
+        for value in NASTY:
+            try:
+                size = size_of(tmp_path, config | {name: value})
+            except (ConfigError, NotSupported) as exc:
+                told.append(str(exc))
+            else:
+                assert size.slot_bytes > 0
+                assert size.token_bytes > 0
+    assert told
+    assert not [line for line in told if len(line.splitlines()) != 1]

@@ -56,7 +56,8 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "windows and sinks": _model(
         "GptOssForCausalLM", "gpt_oss", sliding_window=128, num_local_experts=2,
-        layer_types=["sliding_attention", "full_attention"] * 2, num_experts_per_tok=1,
+        num_hidden_layers=9, layer_types=(["sliding_attention", "full_attention"] * 5)[:9],
+        num_experts_per_tok=1,
         rope_parameters=YARN,
     ),
     "latent": _model(
