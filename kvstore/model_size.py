@@ -178,11 +178,13 @@ def show(found: SizeReport) -> None:
 
     token, block = sized(found.token_bytes), sized(found.block_bytes)
     blocks = found.session_tokens // found.block_tokens
-    groups = table("groups>", "layers>", f"blocks of {found.session_tokens:,} tokens>", "kind")
+    groups = table("groups>", "layers>", f"blocks for {found.session_tokens:,} tokens>", "kind")
     for group in found.groups:
         needed = group.session_blocks(blocks, found.block_tokens)
         groups.add_row(str(group.count), str(group.layers), f"{needed:,}", group.kind)
-    tiers = table("tier", "capacity>", "tokens>", "prompts>", "prompts, if only what hits need>")
+    tiers = table(
+        "tier", "capacity>", "tokens>", "prompts>", "prompts, if only with what hits need>"
+    )
     for row in found.tiers:
         counts = (f"{count:,}" for count in (row.tokens, row.sessions, row.sessions_needed))
         tiers.add_row(row.tier, sized(row.capacity_bytes), *counts)
@@ -212,7 +214,8 @@ def model_size(
     read, NotSupported for a model whose layers this module does not know.
     """
     path = model / CONFIG if model.is_dir() else model
-    return _Config(path, ranks).size(model.name, dtype, state_dtype, block_tokens)
+    name = path.absolute().parent.name if path.name == CONFIG else path.stem
+    return _Config(path, ranks).size(name, dtype, state_dtype, block_tokens)
 
 
 class _Config:
@@ -375,8 +378,8 @@ class _Config:
 
     def _unknown(self, what: str) -> NotSupported:
         return NotSupported(
-            f"{self._path}: {self._type} has {what}, which this command does not know; the"
-            " log of a store says what its blocks take once an engine attaches"
+            f"{self._path}: {self._type} has {what}, which this command does not know;"
+            " a token takes what vLLM's log has as KV cache memory, divided by its tokens"
         )
 
 

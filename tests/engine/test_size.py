@@ -50,10 +50,11 @@ def test_Q11_a_models_groups_and_bytes_are_those_that_vllm_has(
     assert sorted(rows, key=str) == sorted(registered[name]["groups"], key=str)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", GROUPS)
 def test_Q11_running_engines_have_blocks_of_that_size(
-    name: str, model: Callable[[str], Path]
+    name: str, ranks: int, model: Callable[[str], Path]
 ) -> None:
     """Other tests compare the same numbers with what stores of real engines hold."""
-    size = model_size(model(name), block_tokens=ENGINE_BLOCK)
+    size = model_size(model(name), ranks=ranks, block_tokens=ENGINE_BLOCK)
     assert (size.slot_bytes, size.blocks) == (BLOCK_BYTES[name], GROUPS[name])
