@@ -270,7 +270,10 @@ class _Config:
 
     def _layers(self) -> Counter[str]:
         """Count the layers of each kind; a layer can be of two."""
-        values, count = self._values, self._number("num_hidden_layers", "n_layer", most=LAYERS_MAX)
+        values, count = (
+            self._values,
+            self._number("num_hidden_layers", "n_layer", "num_layers", most=LAYERS_MAX),
+        )
         shared = self._number("num_kv_shared_layers", default=0)
         types, pattern = values.get("layer_types"), values.get("hybrid_override_pattern")
         if isinstance(pattern, str):
@@ -319,7 +322,8 @@ class _Config:
             width = self._number("kv_lora_rank") + self._number("qk_rope_head_dim", default=0)
             return width * value_bytes
         queries = self._number("num_attention_heads", "n_head")
-        heads = self._number(*HEADS, default=queries)
+        one = self._values.get("multi_query") and not self._values.get("new_decoder_architecture")
+        heads = self._number(*HEADS, default=1 if one else queries)
         if heads > 1 and heads % self._ranks and self._ranks % heads:
             raise ConfigError(f"--tp: {wrong(f'a divisor of {heads} KV heads', self._ranks)}")
         whole = self._number("hidden_size", "n_embd") // queries
@@ -371,8 +375,8 @@ class _Config:
             return value
         if default is None:
             raise ConfigError(
-                f"{self._path}: expected {' or '.join(names)}, found none; is it the config.json of"
-                " a language model?"
+                f"{self._path}: expected {' or '.join(names)}, found none; where a model leaves it"
+                " to its library's default, add it to a copy of the file"
             )
         return default
 

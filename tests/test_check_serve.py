@@ -21,7 +21,9 @@ from kvstore import cli
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.listener import listen
 from kvstore.units import GIB
+from tests.harness.nvme_blocks import settings_for
 from tests.test_refusals import toml
+from tiers.nvme import NvmeDisk
 
 WAIT_S = 300.0
 WORKS, WARNS, REFUSES = "works", "warns", "refuses"
@@ -54,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "a key for all to read": (REFUSES, {"peer": PEER | {"key": "{here}/open.key"}}),
     "a class that is no tier": (REFUSES, {"tier": TIER | {"class": "json:JSONDecoder"}}),
     "a function for a tier": (REFUSES, {"tier": TIER | {"class": "os:getcwd"}}),
+    "a disk of another store": (REFUSES, {"nvme": DISK | {"path": "{here}/locked"}}),
     "a node that is not there": (REFUSES, {"cpu": {"capacity": "64MiB", "numa": 1023}}),
 }
 
@@ -78,6 +81,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
         stack.enter_context(contextlib.closing(listen(str(here / "taken.sock"))))
+        stack.enter_context(contextlib.closing(NvmeDisk(settings_for(here / "locked"))))
         found = {}
         for number, (name, (_, changes)) in enumerate(CASES.items()):
             mine = here / str(number)
@@ -137,8 +141,9 @@ def test_Q12_check_says_what_serve_does(
     notes = [row for row in rows if row["level"] == "note" and row["what"] in ("cpu", "nvme")]
     if expected == REFUSES:
         assert (status, one.process.returncode) == (2, 2)
-        (line,) = log.splitlines()
+        (line,) = [line for line in log.splitlines() if line.startswith("kvstore: error: ")]
         assert line.removeprefix("kvstore: error: ") in failed
+        assert "listening at" not in log
         return
     assert (status, failed) == (0, [])
     assert "listening at" in log

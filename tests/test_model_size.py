@@ -46,6 +46,8 @@ def test_Q11_known_models_cost_what_their_papers_say(tmp_path: Path) -> None:
     assert size_of(tmp_path, LLAMA).token_bytes == 128 * KIB
     assert size_of(tmp_path, LLAMA, dtype="fp8").token_bytes == 64 * KIB
     assert size_of(tmp_path, DEEPSEEK, block_tokens=64).token_bytes == 61 * 576 * 2
+    falcon = {"hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71}
+    assert size_of(tmp_path, falcon | {"multi_query": True}).slot_bytes == 16 * 32 * 64 * 2 * 2
     gemma = size_of(tmp_path, GEMMA)
     assert [(group.count, group.layers) for group in gemma.groups] == [(6, 9), (1, 10)]
     assert gemma.slot_bytes == 10 * 16 * (16 * 128 * 2 * 2)
