@@ -20,6 +20,7 @@ from kvstore.arguments import Parser, count
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.core.limits import HEADS_MAX
 from kvstore.model_size import BYTES_OF, STATE_DTYPES
+from kvstore.units import one_line
 from kvstore.wire.credentials import read_user
 from tiers.nvme.fsck_report import MEANINGS, Amount, FsckReport
 
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 SECONDS = 20.0  # of `check --disk`
 SECONDS_MIN = 5
 SECONDS_MAX = 600
+TEXT_MAX = 2000  # characters of a finding
 BLOCK_MAX = 1 << 20
 COUNT_MAX = 10**9
 
@@ -231,7 +233,8 @@ def _check(chosen: argparse.Namespace) -> int:
     else:
         width = max(len(finding.what) for finding in findings)
         for finding in findings:
-            print(f"{finding.level.value:<4}  {finding.what:<{width}}  {finding.text}")
+            text = one_line(finding.text, TEXT_MAX)
+            print(f"{finding.level.value:<4}  {finding.what:<{width}}  {text}")
     failed = [finding for finding in findings if finding.level is Level.FAIL]
     if failed:
         of_all = f"{len(failed)} of {len(findings)} checks"

@@ -15,11 +15,11 @@ from typing import Any
 from connectors.config import SOURCE as OF_EXTRA
 from connectors.config import ExtraConfig, block_tokens_of, parse_extra, refuse_engine_id
 from kvstore.check import Finding, Level, examine
-from kvstore.config import CpuConfig, parse
+from kvstore.config import parse
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.launch import address_of, private_settings
 from kvstore.model_size import BLOCK_SIZE, BLOCK_SIZE_CPU, ModelSize, model_size
-from kvstore.settings import read_section, refuse_unknown, settings_of
+from kvstore.settings import refuse_unknown, settings_of
 from kvstore.store import admin
 from kvstore.units import one_line, shown, sized, wrong
 from kvstore.wire.credentials import OtherUserError
@@ -89,11 +89,14 @@ def _findings(
     if model is not None:
         size, finding = _model(model, block_size)
         yield finding
-    if extra is not None:
-        yield _blocks(extra, size, block_size)
-        yield from _store(extra, table)
-        if size is not None:
-            yield from _room(extra, size)
+    if extra is None:
+        return
+    size, finding = _blocks(extra, size, block_size)
+    yield finding
+    if extra.store is None:
+        yield from _private(extra, table, size)
+    else:
+        yield _shared(extra.store, extra.store_user)
 
 
 def _child(table: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +113,6 @@ def _child(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keys(table: dict[str, Any]) -> Iterator[Finding]:
-
     try:
         for name in table:
             if name in settings_of(ExtraConfig):
@@ -165,31 +167,48 @@ def _model(model: Path, block_size: int | None) -> tuple[ModelSize | None, Findi
     return size, Finding(Level.OK, "model", size.describe())
 
 
-def _blocks(extra: ExtraConfig, size: ModelSize | None, block_size: int | None) -> Finding:
+def _blocks(
+    extra: ExtraConfig, size: ModelSize | None, block_size: int | None
+) -> tuple[ModelSize | None, Finding]:
     """Compare block_tokens with the engine's blocks, as the engine does at its start."""
     engine = size.block_tokens if size is not None else block_size or BLOCK_SIZE
     try:
         tokens = block_tokens_of(extra.block_tokens, engine)
+        larger = None if size is None else size.in_blocks_of(tokens)
     except ConfigError as exc:
         told = "" if block_size else "; --block-size N tells another one than vLLM's default"
-        return Finding(Level.FAIL, "blocks", f"{exc}{told}")
+        return None, Finding(Level.FAIL, "blocks", f"{exc}{told}")
     if block_size is None and tokens % BLOCK_SIZE_CPU and extra.block_tokens:
         text = f"an engine on a CPU has blocks of {BLOCK_SIZE_CPU} and would refuse {tokens}"
-        return Finding(Level.NOTE, "blocks", f"{text}; --block-size N tells what yours has")
-    return Finding(Level.OK, "blocks", f"{tokens} tokens, the engine's {engine}")
+        return larger, Finding(Level.NOTE, "blocks", f"{text}; --block-size N tells what yours has")
+    return larger, Finding(Level.OK, "blocks", f"{tokens} tokens, the engine's {engine}")
 
 
-def _store(extra: ExtraConfig, table: dict[str, Any]) -> Iterator[Finding]:
-    if extra.store is not None:
-        yield _shared(extra.store, extra.store_user)
-        return
+def _private(
+    extra: ExtraConfig, table: dict[str, Any], size: ModelSize | None
+) -> Iterator[Finding]:
+    """Check what a private store needs; a block of the model has to fit into its extents."""
     address = address_of(str(table.get("engine_id", "")))
-    settings = private_settings(
-        address, extra.cpu_bytes or 0, extra.nvme, extra.listen, extra.engine
+    config = parse(
+        private_settings(address, extra.cpu_bytes or 0, extra.nvme, extra.listen, extra.engine),
+        source="the private store",
     )
-    for finding in examine(parse(settings, source="the private store")):
+    for finding in examine(config):
         if finding.what in OF_A_PRIVATE_STORE:
             yield finding
+    for name, tier in (("cpu", config.cpu), ("nvme", config.nvme)):
+        if size is None or tier is None:
+            continue
+        capacity, extent = sized(tier.capacity_bytes), tier.extent_bytes
+        if size.slot_bytes > extent:
+            text = (
+                f"{name}: a block of {size.block_tokens} tokens is {sized(size.slot_bytes)},"
+                f" expected up to {sized(extent)}, an extent of {capacity}; make that larger"
+            )
+            yield Finding(Level.FAIL, "room", text)
+        else:
+            tokens = size.tokens_in(tier.capacity_bytes, extent)
+            yield Finding(Level.OK, "room", f"{name}: {capacity} hold {tokens:,} tokens")
 
 
 def _shared(path: str, user: int | None) -> Finding:
@@ -205,23 +224,3 @@ def _shared(path: str, user: int | None) -> Finding:
         return Finding(Level.NOTE, "store", text)
     capacity = next((s.value for s in stats if s.name == "kvstore_capacity_bytes"), 0)
     return Finding(Level.OK, "store", f"{at} answers, {sized(int(capacity))} of memory")
-
-
-def _room(extra: ExtraConfig, size: ModelSize) -> Iterator[Finding]:
-    """Say what a private store holds of the model; a block has to fit into an extent."""
-    if extra.cpu_bytes is None:
-        return
-
-    with_blocks = size.in_blocks_of(block_tokens_of(extra.block_tokens, size.block_tokens))
-    extent_bytes = read_section(CpuConfig, {"capacity": extra.cpu_bytes}, "cpu").extent_bytes
-    if with_blocks.slot_bytes > extent_bytes:
-        yield Finding(
-            Level.FAIL,
-            "room",
-            f"a block of {with_blocks.block_tokens} tokens is {sized(with_blocks.slot_bytes)},"
-            f" expected up to {sized(extent_bytes)}, an extent of {sized(extra.cpu_bytes)};"
-            f" make cpu at least {sized(8 * with_blocks.slot_bytes)}",
-        )
-        return
-    tokens = with_blocks.tokens_in(extra.cpu_bytes, extent_bytes)
-    yield Finding(Level.OK, "room", f"{sized(extra.cpu_bytes)} hold {tokens:,} tokens")

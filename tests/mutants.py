@@ -143,7 +143,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "engine_check -k Q10_what",
             "if isinstance(exc.__cause__, OtherUserError | ProtocolError):",
         ),
-        ("engine_check -k Q10_a_model", "if with_blocks.slot_bytes > extent_bytes:"),
+        ("engine_check -k Q10_a_model", "if size.slot_bytes > extent:"),
         (
             "engine_check -k Q10_block",
             "if block_size is None and tokens % BLOCK_SIZE_CPU and extra.block_tokens:",

@@ -108,6 +108,7 @@ ENGINES: list[tuple[dict[str, Any], str, str]] = [
     (extra(cpu="64MiB", nvme=1), "1", "expected a table with path and capacity"),
     (RIGHT | {"kv_role": "kv_consumer"}, "kv_consumer", 'expected "kv_both"'),
     (RIGHT | {"kv_connecter": "x"}, "kv_connecter", "did you mean kv_connector"),
+    (RIGHT | {"two\nlines\x1b[31m": 1}, "two\\nlines\\x1b", "known are kv_connector"),
 ]
 
 

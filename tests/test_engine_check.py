@@ -148,10 +148,15 @@ def test_Q10_a_model_says_what_a_private_store_holds(check: Check, tmp_path: Pat
     status, rows = check(extra(cpu="1GiB"), "--model", model)
     assert status == 0
     assert "128 KiB a token in blocks of 16" in rows["model"][0][1]
-    assert rows["room"] == [("ok", "1 GiB hold 8,192 tokens")]
+    assert rows["room"] == [("ok", "cpu: 1 GiB hold 8,192 tokens")]
     status, rows = check(extra(cpu="64MiB", block_tokens=256), "--model", model)
     assert (status, rows["room"][0][0]) == (2, "fail")
     assert "a block of 256 tokens is 32 MiB, expected up to 16 MiB" in rows["room"][0][1]
+    disk = {"path": str(tmp_path / "kv"), "capacity": "256MiB"}
+    status, rows = check(extra(cpu="1GiB", nvme=disk, block_tokens=256), "--model", model)
+    assert [row[0] for row in rows["room"]] == ["ok", "fail"]
+    status, rows = check(extra(cpu="64MiB", block_tokens=100), "--model", model)
+    assert (status, rows["blocks"][0][0]) == (2, "fail")
     status, rows = check(extra(cpu="1GiB"), "--model", str(tmp_path / "none"))
     assert (status, rows["model"][0][0]) == (2, "fail")
 
