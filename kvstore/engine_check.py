@@ -78,11 +78,13 @@ def _table(text: str) -> dict[str, Any]:
 def _findings(
     table: dict[str, Any], model: Path | None, block_size: int | None
 ) -> Iterator[Finding]:
+    outer = table
     if table.get("kv_connector") == "MultiConnector":
-        yield from _role(table)
-        table = _child(table)
+        yield from _role(outer)
+        table = _child(outer)
     yield from _keys(table)
     yield from _role(table)
+    yield from _policy(outer)
     extra, finding = _extra(table)
     yield finding
     size = None
@@ -135,10 +137,14 @@ def _keys(table: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _role(table: dict[str, Any]) -> Iterator[Finding]:
-    role, policy = table.get("kv_role"), table.get("kv_load_failure_policy")
+    role = table.get("kv_role")
     if role != REQUIRED["kv_role"]:
         error = wrong(shown(REQUIRED["kv_role"]), role)
         yield Finding(Level.FAIL, "role", f"{SOURCE} kv_role: {error}; it hands over, too")
+
+
+def _policy(table: dict[str, Any]) -> Iterator[Finding]:
+    policy = table.get("kv_load_failure_policy")
     if policy not in (None, "fail", "recompute"):
         error = wrong('"recompute"', policy)
         yield Finding(Level.FAIL, "policy", f"{SOURCE} kv_load_failure_policy: {error}")
