@@ -214,6 +214,20 @@ def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
     return found
 
 
+def block_tokens_of(wanted: int | None, engine_tokens: int) -> int:
+    """Return the tokens of a block; wanted: the setting, None for the engine's block size.
+
+    Raises ConfigError where it is no multiple of that.
+    """
+    block_tokens = wanted or engine_tokens
+    if block_tokens % engine_tokens:
+        raise ConfigError(
+            f"block_tokens is {block_tokens}, expected a multiple of the engine's block size,"
+            f" {engine_tokens}"
+        )
+    return block_tokens
+
+
 def refuse_engine_id(engine_id: str) -> None:
     """Raise ConfigError for an id that no message to a store can hold."""
     if not is_sendable(engine_id, NAME_MAX):

@@ -19,9 +19,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from connectors.config import block_tokens_of
 from connectors.engine_interface import Geometry
 from connectors.vllm_private import values_of
-from kvstore.core.errors import ConfigError, NotSupported
+from kvstore.core.errors import NotSupported
 from kvstore.core.types import GroupRule, window_rule
 
 NO_CONTEXT = (
@@ -104,12 +105,7 @@ def geometry(config: Any, cache: Any, wanted: int | None) -> Geometry:
     if set(cache.prefix_cacheable_group_ids) != set(range(len(groups))):
         raise NotSupported("kvstore does not serve models with KV groups that cannot be cached")
     scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(cache, config)
-    block_tokens = wanted or scheduler_tokens
-    if block_tokens % scheduler_tokens:
-        raise ConfigError(
-            f"block_tokens is {block_tokens}, expected a multiple of the engine's block size,"
-            f" {scheduler_tokens}"
-        )
+    block_tokens = block_tokens_of(wanted, scheduler_tokens)
     sizes = tuple(group.kv_cache_spec.block_size for group in groups)
     rules = tuple(group_rule(group.kv_cache_spec, block_tokens) for group in groups)
     return Geometry(block_tokens, hash_tokens, sizes, rules)

@@ -26,11 +26,13 @@ from kvstore.owned_files import writable_folder
 from kvstore.store import metrics_endpoint
 from kvstore.store.tier_guard import refuse_tier
 from kvstore.units import sized
+from tiers.nvme.directory import SPARE_BYTES, SPARE_PART
 from tiers.nvme.refusals import refuse as refuse_nvme
 from tiers.nvme.refusals import user_of
 
 _DEVICES = (Path("/sys/class/net"), Path("/sys/class/infiniband"))
 _ANY_DEVICE = "all"
+_SMALL_PAGES = "so disks are read more slowly"
 SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
@@ -67,6 +69,12 @@ def examine(config: Config) -> list[Finding]:
         *(Finding(Level.OK, f"tier {t.name}", f"{t.class_name} loads") for t in config.tiers),
     ]
     return failed + [finding for finding in rest if finding.what not in wrong]
+
+
+def notes(config: Config) -> list[Finding]:
+    """Return what a store logs at its start: it works, but not with all that it may have."""
+    found = [*_memory(config), *_disk(config)]
+    return [finding for finding in found if finding.level is Level.NOTE]
 
 
 def _refused(config: Config) -> Iterator[tuple[str, str]]:
@@ -115,6 +123,8 @@ def _nodes(chosen: int | None) -> Finding:
         text = f"taken from node {chosen} while it has room"
     text += f"; nodes with memory: {_listed(there)}, GPUs at nodes: {_listed(gpus)}"
     far = len(there) > 1 and bool(gpus) and gpus != [chosen]
+    if far:
+        text += "; copies of GPUs at other nodes are slower"
     return Finding(Level.NOTE if far else Level.OK, "numa", text)
 
 
@@ -131,22 +141,30 @@ def _disk(config: Config) -> Iterator[Finding]:
     try:
         folder = writable_folder(path, str(path))
         held = sum(file.lstat().st_blocks * 512 for file in path.glob("*.extent"))
-        free = shutil.disk_usage(folder).free + held
+        usage = shutil.disk_usage(folder)
+        spare = max(SPARE_BYTES, usage.total // SPARE_PART)
+        free = max(0, usage.free - spare) + held
     except (ConfigError, OSError):
         return  # _refused() has it
     text = f"{path}: capacity {sized(nvme.capacity_bytes)}, {sized(free)} are free or hold blocks"
-    yield Finding(Level.OK if nvme.capacity_bytes <= free else Level.NOTE, "nvme", text)
+    if nvme.capacity_bytes <= free:
+        yield Finding(Level.OK, "nvme", text)
+        return
+    text += f"; it stops growing when {sized(spare)} are left, and the coldest blocks make room"
+    yield Finding(Level.NOTE, "nvme", text)
 
 
 def _huge_pages() -> Finding:
     try:
         setting = Path(SHMEM_HUGE_PAGES).read_text(encoding="ascii")
     except OSError:
-        return Finding(Level.NOTE, "huge pages", "this kernel has none for shared memory")
+        return Finding(
+            Level.NOTE, "huge pages", f"this kernel has none for shared memory: {_SMALL_PAGES}"
+        )
     chosen = setting.partition("[")[2].partition("]")[0]
     if chosen in ("always", "within_size", "force"):
         return Finding(Level.OK, "huge pages", f"{SHMEM_HUGE_PAGES} is {chosen}")
-    text = f"off: {SHMEM_HUGE_PAGES} is {chosen}; within_size turns them on"
+    text = f"off, {_SMALL_PAGES}: {SHMEM_HUGE_PAGES} is {chosen}; within_size turns them on"
     return Finding(Level.NOTE, "huge pages", text)
 
 

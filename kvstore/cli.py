@@ -16,7 +16,11 @@ from pathlib import Path
 import msgspec
 
 from kvstore import __version__
+from kvstore.arguments import Parser, count
 from kvstore.core.errors import ConfigError, KVStoreError
+from kvstore.core.limits import HEADS_MAX
+from kvstore.model_size import BYTES_OF, STATE_DTYPES
+from kvstore.units import one_line
 from kvstore.wire.credentials import read_user
 from tiers.nvme.fsck_report import MEANINGS, Amount, FsckReport
 
@@ -26,10 +30,14 @@ log = logging.getLogger(__name__)
 SECONDS = 20.0  # of `check --disk`
 SECONDS_MIN = 5
 SECONDS_MAX = 600
+TEXT_MAX = 2000  # characters of a finding
+BLOCK_MAX = 1 << 20
+COUNT_MAX = 10**9
 
 _EXAMPLES = f"""\
 examples:
   kvstore check --config kvstore.toml     check a configuration without starting a store
+  kvstore size my/model --cpu 64GiB       what a token costs, and how many a tier holds
   kvstore serve --config kvstore.toml     run the store of this node
   kvstore stats --store {_SOCKET}
 """
@@ -44,6 +52,10 @@ Without --repair, fsck changes nothing, and exit status 1 means that it found da
 it removes damaged blocks and the blocks that continue them from the index, and deletes files that
 the index does not have. If it cannot read the index, it renames it and drops all blocks.
 """
+
+
+_MODEL = "directory or config.json of the engine's model"
+_BLOCK_SIZE = "the engine's own --block-size (default: vLLM's on a GPU, 16)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +94,7 @@ def _failed(exc: Exception, *, serves: bool) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kvstore", description="A tiered KV cache service for LLM engines.",
         epilog=_EXAMPLES, formatter_class=raw,
     )  # fmt: skip
@@ -101,15 +113,17 @@ def _parser() -> argparse.ArgumentParser:
     serve = add("serve", "run the store of this node", "kvstore serve --config kvstore.toml")
     serve.add_argument("--config", required=True, type=Path, help="the settings, a TOML file")
     check = add(
-        "check", "check a configuration on this machine, or measure a drive",
+        "check", "check the settings of a store or an engine on this machine, or measure a drive",
         "kvstore check --config kvstore.toml", "kvstore check --disk --path /nvme",
+        'kvstore check --engine "$KV_TRANSFER_CONFIG" --model my/model',
     )  # fmt: skip
-    check.add_argument("--config", type=Path, help="the settings, a TOML file")
-    check.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    check.add_argument("--disk", action="store_true", help="measure the drive instead")
-    path = "a directory on the drive (default: path of [nvme] in --config, else the current one)"
-    check.add_argument("--path", type=Path, help=f"with --disk: {path}")
-    check.add_argument("--seconds", type=_seconds, help="with --disk: how long (default: 20)")
+    _add_check(check)
+    size = add(
+        "size", "say what a token of a model costs, and how many tokens tiers hold",
+        "kvstore size my/model", "kvstore size my/model --cpu 64GiB --nvme 1TiB --tokens 8000",
+        "kvstore size my/model --config kvstore.toml --dtype fp8",
+    )  # fmt: skip
+    _add_size(size)
     stats = add("stats", "show the metrics of a running store", f"kvstore stats --store {_SOCKET}")
     stats.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     clear = add("clear", "drop all blocks of a running store", f"kvstore clear --store {_SOCKET}")
@@ -136,6 +150,39 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_check(check: argparse.ArgumentParser) -> None:
+    check.add_argument("--config", type=Path, help="the settings, a TOML file")
+    check.add_argument("--engine", help="check the JSON of an engine's --kv-transfer-config")
+    check.add_argument("--model", type=Path, help=f"with --engine: {_MODEL}")
+    check.add_argument(
+        "--block-size", type=count(1, BLOCK_MAX), help=f"with --engine: {_BLOCK_SIZE}"
+    )
+    check.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    check.add_argument("--disk", action="store_true", help="measure the drive instead")
+    path = "a directory on the drive (default: path of [nvme] in --config, else the current one)"
+    check.add_argument("--path", type=Path, help=f"with --disk: {path}")
+    check.add_argument(
+        "--seconds",
+        type=count(SECONDS_MIN, SECONDS_MAX),
+        help="with --disk: how long (default: 20)",
+    )
+
+
+def _add_size(size: argparse.ArgumentParser) -> None:
+    size.add_argument("model", type=Path, help=_MODEL)
+    size.add_argument("--dtype", default="auto", choices=BYTES_OF, help="data type of the KV")
+    kinds = "data type of recurrent states (on a CPU: float32)"
+    size.add_argument("--state-dtype", default="auto", choices=STATE_DTYPES, help=kinds)
+    size.add_argument("--tp", type=count(1, HEADS_MAX), default=1, help="tensor parallel size")
+    size.add_argument("--block-size", type=count(1, BLOCK_MAX), help=_BLOCK_SIZE)
+    size.add_argument("--cpu", help='capacity of the memory, such as "64GiB"')
+    size.add_argument("--nvme", help='capacity of the disk, such as "1TiB"')
+    size.add_argument("--config", type=Path, help="a store's settings, instead of both")
+    tokens = "tokens of one prompt (default: 8000)"
+    size.add_argument("--tokens", type=count(1, COUNT_MAX), default=8000, help=tokens)
+    size.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
 def _user(text: str) -> int:
     try:
         return read_user(int(text) if text.isdecimal() else text, {})
@@ -143,24 +190,15 @@ def _user(text: str) -> int:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
-def _seconds(text: str) -> float:
-    if not text.isdecimal() or not SECONDS_MIN <= int(text) <= SECONDS_MAX:
-        raise argparse.ArgumentTypeError(
-            f"expected a whole number from {SECONDS_MIN} to {SECONDS_MAX}, found {text!r}"
-        )
-    return float(text)
-
-
 def _print_json(value: object) -> None:
     print(msgspec.json.encode(value).decode())
 
 
 def _serve(chosen: argparse.Namespace) -> int:
-    from kvstore.check import require
+    from kvstore.check import notes, require
     from kvstore.config import load
     from kvstore.listener import listen
     from kvstore.logs import log_to_stderr
-    from kvstore.memory_limits import MARGIN_BYTES, memory_left
     from kvstore.store.server import serve
     from kvstore.units import sized
 
@@ -168,14 +206,10 @@ def _serve(chosen: argparse.Namespace) -> int:
     require(config)
     log_to_stderr("%(asctime)s %(levelname)s %(message)s")
     listener = listen(config.server.socket, shared=bool(config.server.allow))
-    capacity, available = config.cpu.capacity_bytes, memory_left()
-    extent = sized(config.cpu.extent_bytes)
-    log.info("cpu capacity %s in extents of %s", sized(capacity), extent)
-    if capacity + MARGIN_BYTES > available.bytes:
-        log.warning(
-            "only %s of memory are available now (%s): the cpu tier stops growing at %s",
-            sized(available.bytes), available.of, sized(MARGIN_BYTES),
-        )  # fmt: skip
+    capacity, extent = sized(config.cpu.capacity_bytes), sized(config.cpu.extent_bytes)
+    log.info("cpu capacity %s in extents of %s", capacity, extent)
+    for finding in notes(config):
+        log.warning("%s: %s", finding.what, finding.text)
     serve(config, listener)
     log.info("stopped")
     return 0
@@ -185,24 +219,42 @@ def _check(chosen: argparse.Namespace) -> int:
     from kvstore.check import Level, examine
     from kvstore.config import load
 
+    _refuse_mixed(chosen)
     if chosen.disk:
         return _check_disk(chosen)
-    if chosen.config is None:
-        chosen.parser.error("expected --config FILE, or --disk to measure a drive")
-    if chosen.path or chosen.seconds:
-        chosen.parser.error("--path and --seconds are for --disk, found no --disk")
-    findings = examine(load(chosen.config))
+    if chosen.engine is not None:
+        from kvstore.engine_check import examine_engine
+
+        findings = examine_engine(chosen.engine, chosen.model, chosen.block_size)
+    else:
+        findings = examine(load(chosen.config))
     if chosen.json:
         _print_json(findings)
     else:
         width = max(len(finding.what) for finding in findings)
         for finding in findings:
-            print(f"{finding.level.value:<4}  {finding.what:<{width}}  {finding.text}")
+            text = one_line(finding.text, TEXT_MAX)
+            print(f"{finding.level.value:<4}  {finding.what:<{width}}  {text}")
     failed = [finding for finding in findings if finding.level is Level.FAIL]
     if failed:
         of_all = f"{len(failed)} of {len(findings)} checks"
-        print(f"{of_all} failed: a store would not start", file=sys.stderr)
+        whom = "the engine" if chosen.engine is not None else "a store"
+        print(f"{of_all} failed: {whom} would not start", file=sys.stderr)
     return 2 if failed else 0
+
+
+def _refuse_mixed(chosen: argparse.Namespace) -> None:
+    """End the command for options that do not go together."""
+    given = {"disk": chosen.disk or None, "engine": chosen.engine, "config": chosen.config}
+    ways = [name for name, value in given.items() if value is not None]
+    if not ways:
+        chosen.parser.error("expected --config FILE, --engine JSON, or --disk, found none of them")
+    if "engine" in ways and len(ways) > 1:
+        chosen.parser.error(f"expected one of --{' and --'.join(ways)}, found both")
+    if "engine" not in ways and (chosen.model or chosen.block_size):
+        chosen.parser.error("--model and --block-size are for --engine, found no --engine")
+    if "disk" not in ways and (chosen.path or chosen.seconds):
+        chosen.parser.error("--path and --seconds are for --disk, found no --disk")
 
 
 def _check_disk(chosen: argparse.Namespace) -> int:
@@ -225,6 +277,32 @@ def _check_disk(chosen: argparse.Namespace) -> int:
         _print_json(report)
     else:
         show(report)
+    return 0
+
+
+def _size(chosen: argparse.Namespace) -> int:
+    from kvstore.config import CpuConfig, NvmeConfig, load
+    from kvstore.model_size import model_size, report, show
+    from kvstore.settings import read_section
+
+    found: dict[str, CpuConfig | NvmeConfig | None] = {}
+    if chosen.config is not None:
+        if chosen.cpu or chosen.nvme:
+            chosen.parser.error("expected --config, or --cpu and --nvme, found both")
+        config = load(chosen.config)
+        found = {"cpu": config.cpu, "nvme": config.nvme}
+    if chosen.cpu:
+        found["cpu"] = read_section(CpuConfig, {"capacity": chosen.cpu}, "--cpu")
+    if chosen.nvme:
+        table = {"path": "/", "capacity": chosen.nvme}
+        found["nvme"] = read_section(NvmeConfig, table, "--nvme")
+    tiers = {name: (tier.capacity_bytes, tier.extent_bytes) for name, tier in found.items() if tier}
+    size = model_size(chosen.model, chosen.dtype, chosen.state_dtype, chosen.tp, chosen.block_size)
+    told = report(size, tiers, chosen.tokens)
+    if chosen.json:
+        _print_json(told)
+    else:
+        show(told)
     return 0
 
 
@@ -341,7 +419,7 @@ def _keygen(chosen: argparse.Namespace) -> int:
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "serve": _serve, "check": _check, "stats": _stats, "clear": _clear,
+    "serve": _serve, "check": _check, "size": _size, "stats": _stats, "clear": _clear,
     "resize": _resize, "fsck": _fsck, "keygen": _keygen,
 }  # fmt: skip
 

@@ -229,9 +229,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def load(path: str | Path) -> Config:
     """Read the settings from a TOML file; ConfigError says in one line what is wrong."""
     try:
-        text = _text_of(path)
+        text = read_text(path)
     except OSError as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}; expected a TOML file") from exc
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path}: not UTF-8 text (byte {exc.start})") from exc
     try:
@@ -243,7 +243,7 @@ def load(path: str | Path) -> Config:
     return parse(table, source=str(path))
 
 
-def _text_of(path: str | Path) -> str:
+def read_text(path: str | Path) -> str:
     """Read a file, without the mark that some editors put before UTF-8. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would hold it
     with os.fdopen(fd, "rb") as file:

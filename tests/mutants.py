@@ -134,6 +134,49 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "not 0 < int(port[:6]) <= PORT_MAX",
         ),
     ),
+    "kvstore/engine_check.py": (
+        ("engine_check -k Q10_wrong", "refuse_unknown(table, KEYS, SOURCE)"),
+        ("engine_check -k Q10_wrong", 'refuse_engine_id(str(table["engine_id"]))'),
+        ("engine_check -k Q10_wrong", 'if role != REQUIRED["kv_role"]:'),
+        ("engine_check -k Q10_our", 'if table.get("kv_connector") == "MultiConnector":'),
+        (
+            "engine_check -k Q10_what",
+            "if isinstance(exc.__cause__, OtherUserError | ProtocolError):",
+        ),
+        ("engine_check -k Q10_a_model", "if size.slot_bytes > extent:"),
+        (
+            "engine_check -k Q10_block",
+            "if block_size is None and tokens % BLOCK_SIZE_CPU and extra.block_tokens:",
+        ),
+    ),
+    "kvstore/model_size.py": (
+        ("engine/size", "size = most if most < fewest * 1.5 else fewest", "size = fewest"),
+        ("engine/size", "unit * -(-state_bytes // (unit * token_bytes))", "unit"),
+        (
+            "engine/size model_size",
+            "pages = self._ranks if not latent else 1",
+            "pages = self._ranks",
+        ),
+        ("model_size -k Q11_ranks", "return max(1, heads // self._ranks) *", "return heads *"),
+        ("model_size -k Q11_a_tier", "return min(1, blocks)", "return blocks"),
+        ("model_size -k Q11_a_tier", "if self.window is not None:"),
+        ("model_size -k Q11_a_block", "if extent < size.slot_bytes:"),
+        ("model_size -k Q11_a_model", "for name in UNKNOWN:", "for name in ():"),
+        ("model_size -k Q13", "if not found:\n            raise self._unknown"),
+    ),
+    "kvstore/check.py": (
+        ("check_serve", "; it stops growing when {sized(spare)} are left, and the", " and the"),
+        ("check_serve", "if capacity + MARGIN_BYTES > left.bytes:"),
+    ),
+    "kvstore/cli.py": (("check_serve", "for finding in notes(config):", "for finding in ():"),),
+    "kvstore/arguments.py": (
+        (
+            "bad_input",
+            'if name.startswith("--") and not any(each.startswith(name) for each in known):',
+        ),
+        ("bad_input", 'text += _likely(choice[1], re.findall(r"[\\w.-]+", choice[2]))'),
+        ("bad_input", "re.sub(missing, ", "re.sub('', "),
+    ),
     "kvstore/logs.py": (
         ("side_channel_limits -k S2_log_lines", "LINES_MAX = 5", "LINES_MAX = 5_000"),
     ),

@@ -416,8 +416,8 @@ def test_what_is_no_tiers_directory_is_one_line_and_stays_as_it_is(
     (tmp_path / "other" / "index").mkdir(parents=True)
     (tmp_path / "other" / "1.extent").touch()
     for path, text in (
-        (tmp_path / "none", "does not exist"),
-        (file, "is no directory"),
+        (tmp_path / "none", "does not exist, expected a directory of [nvme] path"),
+        (file, "is no directory, expected a directory of [nvme] path"),
         (empty, "is no NVMe tier's directory: it has no index/data.mdb"),
         (tmp_path / "other", "is no NVMe tier's directory: it has no index/data.mdb"),
     ):

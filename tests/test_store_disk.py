@@ -255,5 +255,5 @@ def test_a_wrong_capacity_is_refused(
 
 def test_a_store_without_a_disk_says_so(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     with LiveStore(msgspec.structs.replace(config, nvme=None)) as store:
-        assert cli.main(["resize", "nvme", "1GiB", "--store", f"unix://{store.path}"]) == 1
-        assert "no such tier" in capsys.readouterr().err
+        assert cli.main(["resize", "nvme", "1GiB", "--store", f"unix://{store.path}"]) == 2
+        assert "expected [nvme] in the store's configuration, found none" in capsys.readouterr().err

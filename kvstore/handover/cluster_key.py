@@ -38,7 +38,8 @@ class ClusterKey:
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as exc:
-            raise ConfigError(f"cluster key {path}: {exc.strerror}") from exc
+            hint = "expected a new file in a folder that is there"
+            raise ConfigError(f"cluster key {path}: {exc.strerror}; {hint}") from exc
         with os.fdopen(fd, "w") as file:
             file.write(secrets.token_hex(_KEY_BYTES) + "\n")
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvstore.config import parse_socket
-from kvstore.core.errors import KVStoreError, ProtocolError
+from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.launch import address_of
 from kvstore.metrics import TABLE
 from kvstore.wire import engine as p
@@ -34,7 +34,7 @@ class StoreUnreachable(KVStoreError):
     """Nobody answers at that address."""
 
 
-class StoreRefused(KVStoreError):
+class StoreRefused(ConfigError):
     """The store does not do what it was asked for."""
 
 

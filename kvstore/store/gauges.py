@@ -32,6 +32,9 @@ def count_step(numbers: Numbers, step: Step, tiers: Collection[str]) -> None:
         numbers.add("kvstore_engine_events", event, by=count)
 
 
+NO_DISK = "[nvme] in the store's configuration, found none; add it and start the store again"
+
+
 def resize(disk: NvmeDisk | None, query: Query) -> None:
     """Give the NVMe tier another cap. Raises ProtocolError for what it cannot have."""
     if (
@@ -39,7 +42,7 @@ def resize(disk: NvmeDisk | None, query: Query) -> None:
         or disk is None
         or not (DISK_BYTES_MIN <= query.capacity_bytes <= DISK_BYTES_MAX)
     ):
-        have = f"{NVME} from {DISK_BYTES_MIN} to {DISK_BYTES_MAX} bytes" if disk else "no such tier"
+        have = f"{NVME} from {DISK_BYTES_MIN} to {DISK_BYTES_MAX} bytes" if disk else NO_DISK
         raise ProtocolError(
             f"resize of {query.tier!r} to {query.capacity_bytes} bytes, expected {have}"
         )

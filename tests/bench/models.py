@@ -203,3 +203,9 @@ RECIPES: dict[str, tuple[dict[str, Any], list[Weight]]] = {
     "llama": _llama(Shape(8, 512, 1536, 8, 4)),  # 29 million parameters, 8 KiB of KV per token
     "gemma3": _gemma3(),
 }
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(f"{make_model(sys.argv[1], Path(sys.argv[2]))}\n")

@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
-LANGUAGES = {"", "json", "promql", "python", "sh", "toml"}  # tests/test_prometheus.py
+# tests/test_prometheus.py runs promql, tests/engine/test_by_hand.py runs bash.
+LANGUAGES = {"", "bash", "json", "promql", "python", "sh", "toml"}
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 

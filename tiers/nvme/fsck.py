@@ -91,7 +91,7 @@ def refuse_others(folder: Path) -> None:
     """Raise ConfigError for what no tier has made: a lock file, or worse, has no place there."""
     if not folder.is_dir():
         what = "is no directory" if folder.exists() else "does not exist"
-        raise ConfigError(f"{folder} {what}")
+        raise ConfigError(f"{folder} {what}, expected a directory of [nvme] path")
     left_over = (folder / "lock").is_file() and any(folder.glob("*.extent"))
     if not (folder / FOLDER / "data.mdb").is_file() and not left_over:
         raise ConfigError(f"{folder} is no NVMe tier's directory: it has no {FOLDER}/data.mdb")
