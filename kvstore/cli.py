@@ -162,8 +162,10 @@ def _serve(chosen: argparse.Namespace) -> int:
     from kvstore.logs import log_to_stderr
     from kvstore.memory_limits import MARGIN_BYTES, memory_left
     from kvstore.store.server import serve
+    from kvstore.systemd import Systemd
     from kvstore.units import sized
 
+    systemd = Systemd(os.environ)
     config = load(chosen.config)
     require(config)
     log_to_stderr("%(asctime)s %(levelname)s %(message)s")
@@ -176,7 +178,7 @@ def _serve(chosen: argparse.Namespace) -> int:
             "only %s of memory are available now (%s): the cpu tier stops growing at %s",
             sized(available.bytes), available.of, sized(MARGIN_BYTES),
         )  # fmt: skip
-    serve(config, listener)
+    serve(config, listener, systemd=systemd)
     log.info("stopped")
     return 0
 
