@@ -169,7 +169,7 @@ def _serve(chosen: argparse.Namespace) -> int:
     config = load(chosen.config)
     require(config)
     log_to_stderr("%(asctime)s %(levelname)s %(message)s")
-    listener = listen(config.server.socket, shared=bool(config.server.allow))
+    listener = listen(config.server.socket, config.server.mode, config.server.group)
     capacity, available = config.cpu.capacity_bytes, memory_left()
     extent = sized(config.cpu.extent_bytes)
     log.info("cpu capacity %s in extents of %s", sized(capacity), extent)
