@@ -251,7 +251,46 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("layout -k S2_layers", "if layers > limits.ENGINE_LAYERS_MAX:"),
         ("layout", "_digest((FORMAT, orders))", "_digest((FORMAT,))"),
     ),
+    "kvstore/store/health.py": (
+        ("health -k Q15_a_loop", "if still_s < STILL_S:", "if True:"),
+        ("health -k Q15_a_store_that_starts", "if self.refuses:"),
+        (
+            "health -k Q15_a_store_whose",
+            'reasons + [_WORDS["off"].format(name) for name in off]',
+            "reasons",
+        ),
+        ("systemd -k Q16_three", "systemd.watchdog_ns // 3", "systemd.watchdog_ns"),
+        ("systemd -k Q16_the_status", "if lines or status != self._status:", "if True:"),
+        ("systemd -k Q16_the_status", "if now_ns - self._status_ns >= _STATUS_NS:"),
+    ),
+    "kvstore/systemd.py": (
+        ("systemd -k Q16_a_store_tells", 'environment.pop("NOTIFY', 'environment.get("NOTIFY'),
+        ("systemd -k Q16_no_sign", "and pid == str(os.getpid())", ""),
+        ("systemd -k Q16_a_manager", "if not self._failed:", "if True:"),
+    ),
+    "kvstore/listener.py": (
+        ("doors -k Q17_a_user", "os.chown(path, -1, group)"),
+        (
+            "doors -k Q17_a_group",
+            "if group is not None:\n        refuse_group(group)\n    sock",
+            "sock",
+        ),
+        ("doors -k Q17_the_mode", "path.chmod(mode)"),
+        ("doors -k Q17_a_user", "_give(folder, _FOLDER_MODES[mode], group)"),
+    ),
+    "kvstore/check.py": (
+        ("doors -k Q17_a_group", "if group is not None:"),
+        ("doors -k Q17_check", "if server.mode != OWN_MODE and not server.allow:"),
+    ),
+    "kvstore/store/metrics_endpoint.py": (
+        ("health -k Q15_other", "if path != METRICS and path not in probes:"),
+        ("health -k Q15_a_page", 'if asked["REQUEST_METHOD"] not in ("GET", "HEAD"):'),
+        ("health -k Q15_a_page", '[] if asked["REQUEST_METHOD"] == "HEAD" else [body]', "[body]"),
+    ),
     "kvstore/store/server.py": (
+        ("health -k Q15_a_store_that_starts", "self.health.ends()"),
+        ("health -k Q15_a_store_that_starts", "self.health.turned(time.monotonic_ns())"),
+        ("systemd -k Q16_a_store_tells", "            self.health.serves()\n", ""),
         ("turns -k M3", "self._gauges_fresh.wait(_GAUGES_S)", "self._gauges_fresh.wait()"),
         (
             "local_limits -k S2_one_read",
