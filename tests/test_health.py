@@ -133,7 +133,7 @@ def test_Q15_a_loop_that_stands_still_is_not_alive_and_the_reason_is_told(
                 assert b"expected 1 s at most" in text
             go.set()
             eventually(lambda: port.get("/healthz") == OK)
-            assert port.ready()
+            eventually(port.ready)
 
 
 def test_Q15_a_store_whose_tier_is_off_is_alive_and_not_ready(tmp_path: Path, port: Port) -> None:
@@ -161,6 +161,6 @@ def test_Q15_a_store_that_starts_or_ends_is_alive_and_not_ready(
         store.server.stop()
         eventually(lambda: not port.ready())
         assert port.get("/readyz") == (503, b"the store is ending\n")
-        time.sleep(1.5)
-        assert port.get("/healthz") == OK, "it copies down what only memory has"
+        time.sleep(1.5)  # of copying down what only memory has
+        eventually(lambda: port.get("/healthz") == OK)
         go.set()
