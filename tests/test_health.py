@@ -100,8 +100,8 @@ def test_Q15_a_page_can_be_read_and_nothing_else(serving: Port, path: str) -> No
     with socket.create_connection(("127.0.0.1", serving.number)) as asked:
         asked.settimeout(60)
         asked.sendall(f"HEAD {path} HTTP/1.0\r\n\r\n".encode())
-        with asked.makefile("rb") as answer:
-            head, _, body = answer.read().partition(b"\r\n\r\n")
+        with asked.makefile("rb") as file:
+            head, _, body = file.read().partition(b"\r\n\r\n")
     assert (head.split()[1], body) == (b"200", b"")
     (length,) = re.findall(rb"Content-Length: (\d+)", head)
     assert int(length) == pytest.approx(len(whole), rel=0.1)
