@@ -37,9 +37,10 @@ QUIET = 2> >(grep -v -e 'is ignored: it is neither a file nor a directory' -e '^
 # Debian's packages that benchmarks and tests use: installed where that needs no question.
 # RUNLEVEL: a package's service is not started.
 APT := DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 timeout 180 apt-get -qq -y
+# $(call have,COMMAND,PACKAGE): the package may have the command's name.
 have = command -v $(1) >/dev/null || { [[ $$(id -u) == 0 ]] && command -v apt-get >/dev/null \
-    && { $(APT) install --no-install-recommends $(1) \
-        || { $(APT) update && $(APT) install --no-install-recommends $(1); }; }; } >/dev/null 2>&1 </dev/null
+    && { $(APT) install --no-install-recommends $(or $(2),$(1)) \
+        || { $(APT) update && $(APT) install --no-install-recommends $(or $(2),$(1)); }; }; } >/dev/null 2>&1 </dev/null
 
 .PHONY: help setup demo demo-pd test test-fast test-long test-long-engines test-long-handover test-crash sim fuzz mutants gpu check format bench clean
 
@@ -71,6 +72,7 @@ $(READY): pyproject.toml
 	fi
 	@$(call have,fio) || echo "fio is not here and cannot be installed: the nvme benchmark uses a plain loop" >&2
 	@$(call have,prometheus) || echo "prometheus is not here and cannot be installed: its tests are skipped" >&2
+	@$(call have,systemd-analyze,systemd) || echo "systemd is not here and cannot be installed: tests of the unit file are skipped" >&2
 	@touch $@
 	@echo "$(VENV) is ready" >&2
 

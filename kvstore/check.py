@@ -16,11 +16,11 @@ from pathlib import Path
 import msgspec
 
 from kvstore import numa
-from kvstore.config import Config, PeerConfig
+from kvstore.config import Config, PeerConfig, ServerConfig
 from kvstore.core.errors import ConfigError
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.side_channel import Channel
-from kvstore.listener import TakenError, taken
+from kvstore.listener import OWN_MODE, TakenError, refuse_group, taken
 from kvstore.memory_limits import MARGIN_BYTES, memory_left
 from kvstore.owned_files import writable_folder
 from kvstore.store import metrics_endpoint
@@ -59,7 +59,7 @@ def examine(config: Config) -> list[Finding]:
     at = config.server.metrics
     metrics = "no endpoint" if at is None else f"http://{at.host}:{at.port}/metrics"
     rest = [
-        Finding(Level.OK, "socket", f"unix://{config.server.socket}"),
+        _socket(config.server),
         Finding(Level.OK, "metrics", metrics),
         *_memory(config),
         *_disk(config),
@@ -87,6 +87,14 @@ def _refused(config: Config) -> Iterator[tuple[str, str]]:
         user = user_of(Path(config.nvme.path))
         if user is not None:
             yield "nvme", user
+
+
+def _socket(server: ServerConfig) -> Finding:
+    text = f"unix://{server.socket}, mode {server.mode:04o}"
+    if server.mode != OWN_MODE and not server.allow:
+        text += "; users whom [server] allow does not name can connect, and are refused"
+        return Finding(Level.NOTE, "socket", text)
+    return Finding(Level.OK, "socket", text)
 
 
 def _peer(config: Config) -> Finding:
@@ -177,7 +185,7 @@ def _locked_memory() -> Finding:
 def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield each check: its name, and a call that raises ConfigError if it fails."""
     server, nvme, peer = config.server, config.nvme, config.peer
-    yield "socket", lambda: refuse_socket(server.socket)
+    yield "socket", lambda: refuse_socket(server.socket, server.group)
     if config.cpu.numa is not None:
         node = config.cpu.numa
         yield "numa", lambda: numa.check(node)
@@ -198,7 +206,7 @@ def require(config: Config) -> None:
         look()
 
 
-def refuse_socket(path: str) -> None:
+def refuse_socket(path: str, group: int | None = None) -> None:
     """Raise ConfigError if a store cannot listen at the path, or another store does."""
     try:
         if taken(path):
@@ -206,6 +214,8 @@ def refuse_socket(path: str) -> None:
         if Path(path).exists() and not Path(path).is_socket():
             raise ConfigError(f"cannot listen at {path}: it exists and is no socket")
         writable_folder(Path(path).parent, f"cannot listen at {path}")
+        if group is not None:
+            refuse_group(group)
     except OSError as exc:
         raise ConfigError(f"cannot listen at {path}: {exc.strerror}") from exc
 

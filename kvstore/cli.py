@@ -200,17 +200,19 @@ def _serve(chosen: argparse.Namespace) -> int:
     from kvstore.listener import listen
     from kvstore.logs import log_to_stderr
     from kvstore.store.server import serve
+    from kvstore.systemd import Systemd
     from kvstore.units import sized
 
+    systemd = Systemd(os.environ)
     config = load(chosen.config)
     require(config)
     log_to_stderr("%(asctime)s %(levelname)s %(message)s")
-    listener = listen(config.server.socket, shared=bool(config.server.allow))
+    listener = listen(config.server.socket, config.server.mode, config.server.group)
     capacity, extent = sized(config.cpu.capacity_bytes), sized(config.cpu.extent_bytes)
     log.info("cpu capacity %s in extents of %s", capacity, extent)
     for finding in notes(config):
         log.warning("%s: %s", finding.what, finding.text)
-    serve(config, listener)
+    serve(config, listener, systemd=systemd)
     log.info("stopped")
     return 0
 

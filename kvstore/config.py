@@ -29,6 +29,7 @@ from kvstore.settings import (
     S,
     Section,
     Setting,
+    choice,
     duration,
     flag,
     matching,
@@ -40,7 +41,7 @@ from kvstore.settings import (
     whole_number,
 )
 from kvstore.units import GIB, MIB, TIB, parse_bytes, wrong
-from kvstore.wire.credentials import read_users
+from kvstore.wire.credentials import read_group, read_users
 
 HUGE_PAGE_BYTES = 2 * MIB
 EXTENT_BYTES_MIN = 16 * MIB
@@ -73,6 +74,19 @@ def _read_address(value: object, _found: Mapping[str, Any]) -> Address | None:
         address = f'"host:port" with a port up to {PORT_MAX}, such as "127.0.0.1:9400"'
         raise wrong(f'{address}, or "" for none', value)
     return Address(match[1].strip("[]"), int(match[2]))
+
+
+def _read_mode(value: object, found: Mapping[str, Any]) -> int:
+    return int(choice("0600", "0660", "0666")(value, found), 8)
+
+
+_DEFAULT_MODES = '`"0660"` with `group`, `"0666"` with `allow`, else `"0600"`'
+
+
+def _default_mode(found: Mapping[str, Any]) -> str:
+    if found["group"] is not None:
+        return "0660"
+    return "0666" if found["allow"] else "0600"
 
 
 def read_listen(value: object, found: Mapping[str, Any]) -> Address:
@@ -156,6 +170,8 @@ class ServerConfig(Section, frozen=True):
     socket: Annotated[str, Setting(read_socket, "/run/kvstore/kvstore.sock")]
     metrics: Annotated[Address | None, Setting(_read_address, "127.0.0.1:9400")]
     allow: Annotated[tuple[int, ...], Setting(read_users, [])]
+    group: Annotated[int | None, Setting(read_group)]
+    mode: Annotated[int, Setting(_read_mode, _default_mode, _DEFAULT_MODES)]
 
 
 class CpuConfig(Section, frozen=True):

@@ -19,6 +19,8 @@ from kvstore.owned_files import open_file
 
 BACKLOG = 128
 _LOCK = ".lock"
+OWN_MODE = 0o600
+_FOLDER_MODES = {OWN_MODE: 0o700, 0o660: 0o750, 0o666: 0o755}  # of a socket's mode
 
 
 class TakenError(ConfigError):
@@ -55,23 +57,25 @@ class Listener:
         _unlock(self.path, self.lock_fd)
 
 
-def listen(path: str, *, shared: bool = False) -> Listener:
+def listen(path: str, mode: int = OWN_MODE, group: int | None = None) -> Listener:
     """Take a path and bind it; nobody can connect before start().
 
-    shared: other users may reach it, of whom the store lets in those that its settings name.
+    mode, group: of the socket; a folder that is made for it can be entered by the same users.
     Raises TakenError when a store has the path, ConfigError when it cannot be used.
     """
+    if group is not None:
+        refuse_group(group)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     lock_fd = -1
     try:
-        _make_folder(Path(path).parent, 0o755 if shared else 0o700)
+        _make_folder(Path(path).parent, mode, group)
         lock_fd = _lock(path)
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
                 raise ConfigError(f"cannot listen at {path}: it exists and is no socket")
             Path(path).unlink()
         sock.bind(path)
-        Path(path).chmod(0o666 if shared else 0o600)
+        _give(Path(path), mode, group)
         return Listener(path, sock, lock_fd)
     except BaseException as exc:
         sock.close()
@@ -110,14 +114,38 @@ def sweep(folder: Path) -> None:
         _unlock(path, lock_fd)
 
 
-def _make_folder(folder: Path, mode: int) -> None:
+def refuse_group(group: int) -> None:
+    """Raise ConfigError for a group that a file of ours cannot get."""
+    fd = os.memfd_create("kvstore-group")
     try:
-        folder.mkdir(mode=mode, parents=True, exist_ok=True)
+        os.chown(fd, -1, group)
+    except OSError:
+        ours = ", ".join(map(str, sorted({os.getegid(), *os.getgroups()})))
+        user = f"uid {os.geteuid()}, which runs the store"
+        raise ConfigError(
+            f"[server] group: expected a group of {user} ({ours}), found {group}"
+        ) from None
+    finally:
+        os.close(fd)
+
+
+def _give(path: Path, mode: int, group: int | None) -> None:
+    if group is not None:
+        os.chown(path, -1, group)
+    path.chmod(mode)
+
+
+def _make_folder(folder: Path, mode: int, group: int | None) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True)
     except (FileExistsError, NotADirectoryError):
+        if folder.is_dir():
+            return
         file = next(parent for parent in (folder, *folder.parents) if parent.exists())
         raise ConfigError(
             f"cannot listen at a path in {folder}: expected a directory, found the file {file}"
         ) from None
+    _give(folder, _FOLDER_MODES[mode], group)
 
 
 def _lock(path: str) -> int:

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.mutants_operation import OPERATION
+
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 300
 _COPIED = ("kvstore", "tiers", "connectors", "tests", "pyproject.toml", "Makefile", "README.md")
@@ -134,48 +136,9 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "not 0 < int(port[:6]) <= PORT_MAX",
         ),
     ),
-    "kvstore/engine_check.py": (
-        ("engine_check -k Q10_wrong", "refuse_unknown(table, KEYS, SOURCE)"),
-        ("engine_check -k Q10_wrong", 'refuse_engine_id(str(table["engine_id"]))'),
-        ("engine_check -k Q10_wrong", 'if role != REQUIRED["kv_role"]:'),
-        ("engine_check -k Q10_our", 'if table.get("kv_connector") == "MultiConnector":'),
-        (
-            "engine_check -k Q10_what",
-            "if isinstance(exc.__cause__, OtherUserError | ProtocolError):",
-        ),
-        ("engine_check -k Q10_a_model", "if size.slot_bytes > extent:"),
-        (
-            "engine_check -k Q10_block",
-            "if block_size is None and tokens % BLOCK_SIZE_CPU and extra.block_tokens:",
-        ),
-    ),
     "kvstore/model_size.py": (
         ("engine/size", "size = most if most < fewest * 1.5 else fewest", "size = fewest"),
         ("engine/size", "unit * -(-state_bytes // (unit * token_bytes))", "unit"),
-        (
-            "engine/size model_size",
-            "pages = self._ranks if not latent else 1",
-            "pages = self._ranks",
-        ),
-        ("model_size -k Q11_ranks", "return max(1, heads // self._ranks) *", "return heads *"),
-        ("model_size -k Q11_a_tier", "return min(1, blocks)", "return blocks"),
-        ("model_size -k Q11_a_tier", "if self.window is not None:"),
-        ("model_size -k Q11_a_block", "if extent < size.slot_bytes:"),
-        ("model_size -k Q11_a_model", "for name in UNKNOWN:", "for name in ():"),
-        ("model_size -k Q13", "if not found:\n            raise self._unknown"),
-    ),
-    "kvstore/check.py": (
-        ("check_serve", "; it stops growing when {sized(spare)} are left, and the", " and the"),
-        ("check_serve", "if capacity + MARGIN_BYTES > left.bytes:"),
-    ),
-    "kvstore/cli.py": (("check_serve", "for finding in notes(config):", "for finding in ():"),),
-    "kvstore/arguments.py": (
-        (
-            "bad_input",
-            'if name.startswith("--") and not any(each.startswith(name) for each in known):',
-        ),
-        ("bad_input", 'text += _likely(choice[1], re.findall(r"[\\w.-]+", choice[2]))'),
-        ("bad_input", "re.sub(missing, ", "re.sub('', "),
     ),
     "kvstore/logs.py": (
         ("side_channel_limits -k S2_log_lines", "LINES_MAX = 5", "LINES_MAX = 5_000"),
@@ -450,8 +413,6 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("lookup -k O3", ".blocks, pending=coming.blocks > answer.blocks", ".blocks, pending=True"),
     ),
     "kvstore/core/tiering.py": (
-        ("request_policy -k Q36_blocks_kept", " and above.key not in self.off_disk", ""),
-        ("request_policy -k Q36_once", "self.off_disk.difference_update(gone)"),
         (
             "tiering tiers",
             "if tier.lookup(queue[0][0]) is LookupResult.RETRY:\n                return",
@@ -576,16 +537,6 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("metrics -k M3", "self.counts.update(dict.fromkeys(zeros(tiers), 0))"),
     ),
     "connectors/scheduler.py": (
-        (
-            "request_policy -k Q34_a_shorter",
-            "inside = query.inside if most == query.blocks else 0",
-            "most, inside = query.blocks, query.inside",
-        ),
-        (
-            "request_policy -k Q35_what_another",
-            "if not self._hand_overs.is_running(request.request_id):",
-            "if True:",
-        ),
         ("step_loads -k O6", "len(requests) == 1 and ", ""),
         ("step_loads -k O6", " and self._scheduled.keys() <= self._ended | requests", ""),
         ("step_loads -k O6", "asynchronous = beside or ", "asynchronous = "),
@@ -594,47 +545,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("step_loads -k O6", "self._ended.add(request_id)"),
         ("step_loads -k O15", "= self._beside or tracked.in_step", "= self._beside"),
     ),
-    "connectors/store_planner.py": (
-        (
-            "request_policy -k Q36_blocks_that_stay",
-            "if self._gathered:\n            self._close_job()\n        self._off_disk = off",
-            "self._off_disk = off",
-        ),
-    ),
     "kvstore/core/eviction.py": (("eviction -k a_mark", "if isinstance(coldest, Mark):"),),
-    "kvstore/core/tenants.py": (
-        (
-            "tenants -k Q41_Q42_whatever",
-            "if found is not None and found.counts(key):\n            self._count(found, -1)",
-        ),
-        (
-            "tenants -k Q41_a_tenant_that_comes",
-            "return (hash(key) >> TABLE_SHIFT) % TABLES < self.looked",
-            "return True",
-        ),
-        (
-            "tenants -k Q42_up_to",
-            "return order.share.used_bytes - self._block_bytes >= order.share.floor_bytes",
-            "return True",
-        ),
-        (
-            "tenants -k Q41_Q42_whoevers",
-            "if others is not None and coldest.age() > others:",
-            "if False:",
-        ),
-        (
-            "nvme_tenants -k after_a_clear",
-            "order.share.used_bytes -= order.blocks * self._block_bytes",
-        ),
-    ),
-    "connectors/request_policy.py": (
-        (
-            "request_policy -k Q34_the_tighter",
-            "min(self.load_tokens, other.load_tokens)",
-            "other.load_tokens",
-        ),
-        ("request_policy -k Q35_a_request_that_stores", "if not self.store_in.memory:"),
-    ),
     "connectors/step_loads.py": (
         ("step_loads -k O6", "tracked.remote is NO_REMOTE\n            and ", ""),
         ("step_loads -k O6", "and tracked.repeatable", ""),
@@ -695,7 +606,9 @@ def _mutant(path: str, tests: str, found: str, instead: str | None = None) -> Mu
     return Mutant(path, found, instead, named + dash + word)
 
 
-MUTANTS = tuple(_mutant(path, *line) for path, lines in LINES.items() for line in lines)
+MUTANTS = tuple(
+    _mutant(path, *line) for path, lines in (*LINES.items(), *OPERATION.items()) for line in lines
+)
 
 
 def run(mutant: Mutant, folder: Path) -> str:

@@ -19,6 +19,8 @@ FULL = """
 socket = "unix:///tmp/kv.sock"
 metrics = "[::1]:0"
 allow = ["root", 1001]
+group = "root"
+mode = "0600"
 
 [cpu]
 capacity = "8GiB"
@@ -65,10 +67,10 @@ def lacking(message: str, *parts: str) -> list[str]:
 
 
 def test_a_full_file_is_read_into_bytes_and_nanoseconds(tmp_path: Path) -> None:
-    path = tmp_path / "kvstore.toml"
-    path.write_text(FULL)
-    found = config.load(path)
-    assert found.server == config.ServerConfig("/tmp/kv.sock", Address("::1", 0), (0, 1001))  # noqa: S108 - never opened
+    (tmp_path / "kvstore.toml").write_text(FULL)
+    found = config.load(tmp_path / "kvstore.toml")
+    path = "/tmp/kv.sock"  # noqa: S108 - never opened
+    assert found.server == config.ServerConfig(path, Address("::1", 0), (0, 1001), 0, 0o600)
     assert found.cpu == config.CpuConfig(8 * GIB, 256 * MIB, 1)
     engine = found.engine
     assert (engine.credit_bytes, engine.leased_bytes) == (GIB, GIB)
@@ -85,7 +87,9 @@ def test_a_full_file_is_read_into_bytes_and_nanoseconds(tmp_path: Path) -> None:
 def test_only_the_capacity_is_needed() -> None:
     found = parse(LEAST)
     assert found == config.Config(
-        config.ServerConfig("/run/kvstore/kvstore.sock", Address("127.0.0.1", 9400), ()),
+        config.ServerConfig(
+            "/run/kvstore/kvstore.sock", Address("127.0.0.1", 9400), (), None, 0o600
+        ),
         config.CpuConfig(8 * GIB, GIB, None),
         config.EngineConfig(
             512 * MIB, 30 * 10**9, 2 * GIB, 10**8, 2 * 10**9, promote_limit_ns=60 * 10**9
@@ -354,3 +358,19 @@ def test_a_wrong_extra_config_is_refused() -> None:
     for table, parts in WRONG_EXTRA:
         found += lacking(refusal(parse_extra, table), "kv_connector_extra_config", *parts)
     assert not found
+
+
+@pytest.mark.parametrize(
+    ("server", "mode"),
+    [
+        ({}, 0o600),
+        ({"allow": [0]}, 0o666),
+        ({"group": 0}, 0o660),
+        ({"allow": [0], "group": 0}, 0o660),
+    ],
+)
+def test_Q17_who_can_connect_follows_from_group_and_allow(
+    server: dict[str, Any], mode: int
+) -> None:
+    assert parse({**LEAST, "server": server}).server.mode == mode
+    assert parse({**LEAST, "server": {**server, "mode": "0666"}}).server.mode == 0o666

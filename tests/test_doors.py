@@ -8,12 +8,13 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import pytest
 
 from connectors.config import parse_extra
 from connectors.store_connection import LinkLost, attach, connect
-from kvstore import cli, launch
+from kvstore import check, cli, launch
 from kvstore.config import parse
 from kvstore.core.errors import ConfigError
 from kvstore.listener import listen, taken
@@ -33,15 +34,17 @@ from tests.harness.fakes import geometry
 from tests.harness.live import LiveEngine, LiveStore, eventually
 
 STRANGER = 65534
+GROUP = 4242
 MODULE = "kvstore.cli"
 ROOT = Path(__file__).parent.parent
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
 
-def as_stranger(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+def as_stranger(code: str, *arguments: str, groups: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """Run Python as another user; what it needs is imported before, who knows what it may read."""
     text = (
-        f"import os, socket, sys; os.setgroups([]); os.setgid({STRANGER}); os.setuid({STRANGER})\n"
+        f"import os, socket, sys; os.setgroups({[*groups]}); os.setgid({STRANGER});"
+        f" os.setuid({STRANGER})\n"
     )
     return subprocess.Popen(
         [sys.executable, "-c", text + textwrap.dedent(code), *arguments],
@@ -286,9 +289,9 @@ except BrokenPipeError:
 """
 
 
-def asked_by_stranger(path: str) -> bytes:
+def asked_by_stranger(path: str, groups: Sequence[int] = ()) -> bytes:
     query = framing.encode(p.Query("stats")).hex()
-    return as_stranger(CONNECTS, path, query).communicate(b"\n")[0]
+    return as_stranger(CONNECTS, path, query, groups=groups).communicate(b"\n")[0]
 
 
 @as_root
@@ -317,6 +320,79 @@ def test_S1_an_engine_of_another_user_is_served_by_a_store_that_names_it(open_fo
         assert b"kvstore_capacity_bytes" in asked_by_stranger(store.path)
         with contextlib.closing(LiveEngine(store)):  # and ours is, too
             pass
+
+
+# Q17: group and mode of the socket
+
+
+@as_root
+@pytest.mark.parametrize("allow", [[], [STRANGER]])
+def test_Q17_a_user_has_to_be_of_the_group_and_be_named(
+    open_folder: Path, allow: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = open_folder / "new" / "kv.sock"
+    server = {"socket": str(path), "metrics": "", "allow": allow, "group": GROUP}
+    with LiveStore(parse({"server": server, "cpu": {"capacity": "16MiB"}})) as store:
+        for place, mode in ((path, 0o660), (path.parent, 0o750)):
+            found = place.stat()
+            assert (found.st_gid, stat.S_IMODE(found.st_mode)) == (GROUP, mode)
+        path.parent.chmod(0o755)  # of a folder that was there before, the socket's mode decides
+        assert asked_by_stranger(str(path)) == b""
+        assert "PermissionError" in capfd.readouterr().err
+        answer = asked_by_stranger(str(path), groups=[GROUP])
+        told = f"uid {STRANGER} may not attach".encode()
+        assert (told in answer, b"kvstore_capacity_bytes" in answer) == (not allow, bool(allow))
+        with contextlib.closing(LiveEngine(store)):
+            pass
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o660, 0o666])
+def test_Q17_the_mode_is_that_of_the_configuration(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(0o711)
+    path, group = tmp_path / "kv.sock", os.getegid()
+    server = {"socket": str(path), "metrics": "", "mode": f"{mode:04o}", "allow": ["root"]}
+    with LiveStore(parse({"server": {**server, "group": group}, "cpu": {"capacity": "16MiB"}})):
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+        assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o711, "a folder that was there is kept"
+
+
+def test_Q17_check_notes_a_socket_for_others_whom_the_store_refuses(tmp_path: Path) -> None:
+    for more, level in (({}, "ok"), ({"group": os.getegid()}, "note"), ({"allow": [0]}, "ok")):
+        server = {"socket": f"{tmp_path}/kv.sock", "metrics": "", **more}
+        found = check.examine(parse({"server": server, "cpu": {"capacity": "16MiB"}}))
+        (socket_line,) = [each for each in found if each.what == "socket" and "mode" in each.text]
+        assert socket_line.level.value == level
+        assert ("can connect, and are refused" in socket_line.text) == (level == "note")
+
+
+@as_root
+def test_Q17_a_group_that_the_store_is_not_in_ends_the_start_with_one_line(
+    open_folder: Path,
+) -> None:
+    code = f"""
+    sys.path[:] = {sys.path!r}
+    from kvstore import check, listener
+    from kvstore.core.errors import ConfigError
+    os.setgroups([7]); os.setgid({STRANGER}); os.setuid({STRANGER})
+    path = sys.argv[1]
+    for look in (check.refuse_socket, lambda path, group: listener.listen(path, 0o660, group)):
+        try:
+            look(path, {GROUP})
+        except ConfigError as exc:
+            print(exc)
+    print(os.listdir(os.path.dirname(path)))
+    listener.listen(path, 0o660, 7)
+    print(os.stat(path).st_gid)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", "import os, sys\n" + textwrap.dedent(code), open_folder / "kv.sock"],
+        capture_output=True, text=True, check=True, cwd="/",
+    )  # fmt: skip
+    line = (
+        f"[server] group: expected a group of uid {STRANGER}, which runs the store (7, {STRANGER}),"
+        f" found {GROUP}"
+    )
+    assert done.stdout.splitlines() == [line, line, "[]", "7"]
 
 
 # Whose a socket's path is

@@ -275,15 +275,13 @@ def test_a_path_that_cannot_be_bound_is_a_clear_error(tmp_path: Path) -> None:
         listen(str(blocked / "kv.sock"))
 
 
-@pytest.mark.parametrize(
-    ("shared", "socket_mode", "folder"), [(False, 0o600, 0o700), (True, 0o666, 0o755)]
-)
+@pytest.mark.parametrize(("mode", "folder"), [(0o600, 0o700), (0o660, 0o750), (0o666, 0o755)])
 def test_S1_only_whom_the_settings_name_can_reach_it(
-    tmp_path: Path, shared: bool, socket_mode: int, folder: int
+    tmp_path: Path, mode: int, folder: int
 ) -> None:
     path = tmp_path / "deep" / "kv.sock"
-    with closing(listen(str(path), shared=shared)):
-        assert stat.S_IMODE(path.stat().st_mode) == socket_mode
+    with closing(listen(str(path), mode)):
+        assert stat.S_IMODE(path.stat().st_mode) == mode
         assert stat.S_IMODE(path.parent.stat().st_mode) == folder
     assert list(path.parent.iterdir()) == []
 

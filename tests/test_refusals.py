@@ -55,6 +55,8 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
         "allow": ("root", [-1], ["no such user"], [True], [1.5], {}),
         "metrics": (9400, "9400", "127.0.0.1:70000", "127.0.0.1:{port}", "{dead}:9400", "a b:1"),
+        "group": (-1, 1 << 32, 1.5, True, "", "no-such-group", "a\0b", ["staff"]),
+        "mode": ("0777", "0640", "660", "rw-rw----", 0o660, True, ""),
     },
     "cpu": {
         "capacity": (*NUMBERS, "1MiB", 0),

@@ -1,4 +1,4 @@
-"""The metrics endpoint, and what it shows: a few connections at a time, and none that stays.
+"""The HTTP endpoint, metrics and probes: a few connections at a time, and none that stays.
 
 Each connection takes a thread and a descriptor, and engines need descriptors, too. So beyond a few
 the oldest one is closed: it has had its time, or leaves its answer unread.
@@ -7,18 +7,22 @@ the oldest one is closed: it has had its time, or leaves its answer unread.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import logging
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+import msgspec
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -29,8 +33,13 @@ from kvstore.metrics import BUCKETS, SUM, TABLE, Numbers
 log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 16
+METRICS = "/metrics"
 SILENT_S = 5.0  # without a byte from a client, or one that it takes
 PAUSE_S = 0.5  # after a connection could not be taken, for want of descriptors say
+
+
+Probe = Callable[[], Sequence[str]]  # says why not; nothing if all is well
+_Answer = tuple[str, dict[str, str], bytes]  # status, headers, body
 
 
 class StoreCollector(Collector):
@@ -122,12 +131,57 @@ def listen(address: Address) -> WSGIServer:
         raise ConfigError(f"metrics endpoint {place}: {exc.strerror}") from exc
 
 
-def start(address: Address, collector: Collector) -> Callable[[], None]:
-    """Serve metrics on a thread; return what ends that. Raises ConfigError."""
+def _scrape(registry: CollectorRegistry, asked: WSGIEnvironment) -> _Answer:
+    encode, kind = choose_encoder(asked.get("HTTP_ACCEPT", ""))
+    headers, body = {"Content-Type": kind}, encode(registry)
+    if "gzip" in asked.get("HTTP_ACCEPT_ENCODING", ""):
+        return "200 OK", {**headers, "Content-Encoding": "gzip"}, gzip.compress(body)
+    return "200 OK", headers, body
+
+
+def _probe(look: Probe, asked: WSGIEnvironment) -> _Answer:
+    reasons = look()
+    status = "503 Service Unavailable" if reasons else "200 OK"
+    wanted = asked.get("QUERY_STRING", ""), asked.get("HTTP_ACCEPT", "")
+    if any("json" in text for text in wanted):
+        body = msgspec.json.encode({"ok": not reasons, "reasons": reasons})
+        return status, {"Content-Type": "application/json"}, body
+    return _in_words(status, *(reasons or ["ok"]))
+
+
+def _in_words(status: str, *lines: str) -> _Answer:
+    body = "".join(f"{line}\n" for line in lines)
+    return status, {"Content-Type": "text/plain; charset=utf-8"}, body.encode()
+
+
+def _pages(registry: CollectorRegistry, probes: Mapping[str, Probe]) -> WSGIApplication:
+    """Make the application: metrics, and each probe at its path."""
+
+    def answer(asked: WSGIEnvironment) -> _Answer:
+        path = asked["PATH_INFO"]
+        if path != METRICS and path not in probes:
+            return _in_words("404 Not Found", f"pages: {', '.join([METRICS, *probes])}")
+        if asked["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            status, headers, body = _in_words("405 Method Not Allowed", "methods: GET, HEAD")
+            return status, {**headers, "Allow": "GET, HEAD"}, body
+        return _scrape(registry, asked) if path == METRICS else _probe(probes[path], asked)
+
+    def serve(asked: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
+        status, headers, body = answer(asked)
+        start_response(status, [*headers.items(), ("Content-Length", str(len(body)))])
+        return [] if asked["REQUEST_METHOD"] == "HEAD" else [body]
+
+    return serve
+
+
+def start(
+    address: Address, collector: Collector, probes: Mapping[str, Probe]
+) -> Callable[[], None]:
+    """Serve metrics and probes, by path, on a thread; return what ends that. Raises ConfigError."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     server = listen(address)
-    server.set_app(make_wsgi_app(registry))
+    server.set_app(_pages(registry, probes))
     thread = threading.Thread(target=server.serve_forever, name="kvstore-metrics", daemon=True)
     thread.start()
     host = f"[{address.host}]" if ":" in address.host else address.host

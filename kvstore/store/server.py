@@ -33,9 +33,11 @@ from kvstore.listener import Listener
 from kvstore.logs import RateLog
 from kvstore.metrics import NVME
 from kvstore.store import metrics_endpoint
+from kvstore.store.health import Health
 from kvstore.store.metrics_endpoint import StoreCollector
 from kvstore.store.store import Store
 from kvstore.store.tier_guard import Plugin
+from kvstore.systemd import Systemd
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.credentials import USERS_MAX, peer_uid, trusted
@@ -112,7 +114,13 @@ class _Connection:
 class Server:
     """Runs a Store on sockets until it is told to stop, or its last client has gone."""
 
-    def __init__(self, config: Config, listener: Listener, linger_s: float | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        listener: Listener,
+        linger_s: float | None = None,
+        systemd: Systemd | None = None,
+    ) -> None:
         """linger_s: a private store ends this long after its last client; None: never."""
         self._config = config
         self._listener = listener
@@ -135,6 +143,7 @@ class Server:
         first = secrets.randbits(40) << 16
         self._peers = self._make_peers(config.peer, config.engine)
         self._plugins = [Plugin(tier) for tier in config.tiers]
+        self.health = Health(self._tier_states, systemd)
         self._disk_ns = self._peers_ns = 0  # when they are polled again though nothing has come
         self.store = Store(
             config, pool, self._make_tiers, self._send, first, self._disk, self._peers
@@ -168,6 +177,10 @@ class Server:
         tiers += [plugin.guarded(digest, slot_bytes, memory) for plugin in self._plugins]
         return tiers
 
+    def _tier_states(self) -> dict[str, str]:
+        found = {} if self._disk is None else {NVME: self._disk.state}
+        return found | {plugin.name: "off" if plugin.off else "ok" for plugin in self._plugins}
+
     def run(self) -> None:
         """Serve until stop(). Closes everything it opened."""
         self._listener.sock.setblocking(False)
@@ -178,9 +191,12 @@ class Server:
         try:
             if address is not None:
                 collector = StoreCollector(self.store.numbers, self.await_gauges)
-                endpoint.callback(metrics_endpoint.start(address, collector))
+                health = self.health
+                probes = {"/healthz": health.not_alive, "/readyz": health.not_ready}
+                endpoint.callback(metrics_endpoint.start(address, collector, probes))
             self._listener.start()
             log.info("listening at unix://%s", self._listener.path)
+            self.health.serves()
             while not self._stopping:
                 self._turn()
                 if not self._connections and self._linger_s is not None:
@@ -236,6 +252,7 @@ class Server:
             peers.poll(now_ns)
         self.store.on_tick(now_ns)
         self._flush()
+        self.health.turned(now_ns)
         if self._gauges_wanted.is_set() and now_ns - self._gauges_ns > _GAUGES_NS:
             self._gauges_ns = now_ns
             self._gauges_wanted.clear()
@@ -378,6 +395,7 @@ class Server:
 
     def _shut_down(self) -> None:
         """Tell the engines, give them a moment to close on their own, and keep what they stored."""
+        self.health.ends()
         self.store.end_sessions()
         self._leave_all_but_engines()
         deadline = time.monotonic() + _CLOSE_S
@@ -407,18 +425,25 @@ class Server:
             if now - kept >= _FLUSH_S or now - started >= _FLUSH_LIMIT_S:
                 break
             self.store.on_tick(time.monotonic_ns())
+            self.health.turned(time.monotonic_ns())
             if time.monotonic() - told > _PROGRESS_S:
                 told = time.monotonic()
-                log.info("copying blocks that only memory has: %d of %d", total - left, total)
+                self.health.copied = f"{total - left} of {total}"
+                log.info("copying blocks that only memory has: %s", self.health.copied)
             time.sleep(_BUSY_TICK_S)
         if total:
             log.info("%d blocks were only in memory: copied %d", total, total - left)
 
 
-def serve(config: Config, listener: Listener, linger_s: float | None = None) -> None:
+def serve(
+    config: Config,
+    listener: Listener,
+    linger_s: float | None = None,
+    systemd: Systemd | None = None,
+) -> None:
     """Run a store in this process until SIGTERM, SIGINT or SIGHUP; closes the listener."""
     with contextlib.closing(listener):
-        server = Server(config, listener, linger_s)
+        server = Server(config, listener, linger_s, systemd)
         for end in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(end, server.stop)
         collect_young_only()

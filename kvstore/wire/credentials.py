@@ -6,19 +6,20 @@ takes whoever listens at its store's address would send it there itself.
 
 from __future__ import annotations
 
+import grp
 import os
 import pwd
 import socket
 import struct
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.units import shown, wrong
 
 USERS_MAX = 1000
-UID_MAX = (1 << 32) - 2
+UID_MAX = (1 << 32) - 2  # and of groups
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _AGAIN_S = 0.05
 
@@ -69,10 +70,19 @@ def connect(path: str, timeout_s: float, user: int | None = None) -> socket.sock
 
 def read_user(value: object, _found: Mapping[str, Any]) -> int:
     """Turn a user's name or number into the number. Raises ConfigError."""
-    expected = f"the name of a user of this machine or a uid up to {UID_MAX}"
+    return _read_number(value, "user", "uid", lambda name: pwd.getpwnam(name).pw_uid)
+
+
+def read_group(value: object, _found: Mapping[str, Any]) -> int:
+    """Turn a group's name or number into the number. Raises ConfigError."""
+    return _read_number(value, "group", "gid", lambda name: grp.getgrnam(name).gr_gid)
+
+
+def _read_number(value: object, kind: str, number: str, named: Callable[[str], int]) -> int:
+    expected = f"the name of a {kind} of this machine or a {number} up to {UID_MAX}"
     if isinstance(value, str):
         try:
-            return pwd.getpwnam(value).pw_uid
+            return named(value)
         except (KeyError, ValueError):  # ValueError: a zero byte
             raise wrong(expected, value) from None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= UID_MAX:

@@ -230,3 +230,18 @@ class Exits(MemoryTier):
 
     def __init__(self, context: TierContext) -> None:
         raise SystemExit(f"usage: {context.name}")
+
+
+class Holds(MemoryTier):
+    """Ends no job before it may; poll waits for that if options["waits"]."""
+
+    go = threading.Event()
+
+    def __init__(self, context: TierContext) -> None:
+        super().__init__(context)
+        self._waits = context.options.get("waits", False)
+
+    def poll(self) -> Sequence[JobResult]:
+        if self._jobs and self._waits:
+            self.go.wait()
+        return super().poll() if self.go.is_set() else []

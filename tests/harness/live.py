@@ -47,7 +47,8 @@ class LiveStore:
     """Runs a Server until the block ends; seconds: how long its end took."""
 
     def __init__(self, config: Config) -> None:
-        self.server = Server(config, listen(config.server.socket, shared=bool(config.server.allow)))
+        at = config.server
+        self.server = Server(config, listen(at.socket, at.mode, at.group))
         self.path = config.server.socket
         self.seconds = 0.0
         self._thread = threading.Thread(target=self.server.run, name="store")

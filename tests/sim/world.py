@@ -144,7 +144,7 @@ class World:
                 "tests.reference.memory_tier:MemoryTier", "nvme", {}, rng.choice((2, 640)) * MS
             ),
         )
-        server, cpu = ServerConfig("", None, ()), CpuConfig(1, 1, None)
+        server, cpu = ServerConfig("", None, (), None, 0o600), CpuConfig(1, 1, None)
         return Config(server, cpu, engine, None, tiers if self.tiered else ())
 
     # The store and its tiers

@@ -1,0 +1,142 @@
+"""Lines that keep what operators and requests are promised (rows Q), as LINES in mutants.py."""
+
+from __future__ import annotations
+
+OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
+    "kvstore/engine_check.py": (
+        ("engine_check -k Q10_wrong", "refuse_unknown(table, KEYS, SOURCE)"),
+        ("engine_check -k Q10_wrong", 'refuse_engine_id(str(table["engine_id"]))'),
+        ("engine_check -k Q10_wrong", 'if role != REQUIRED["kv_role"]:'),
+        ("engine_check -k Q10_our", 'if table.get("kv_connector") == "MultiConnector":'),
+        (
+            "engine_check -k Q10_what",
+            "if isinstance(exc.__cause__, OtherUserError | ProtocolError):",
+        ),
+        ("engine_check -k Q10_a_model", "if size.slot_bytes > extent:"),
+        (
+            "engine_check -k Q10_block",
+            "if block_size is None and tokens % BLOCK_SIZE_CPU and extra.block_tokens:",
+        ),
+    ),
+    "kvstore/model_size.py": (
+        (
+            "engine/size model_size",
+            "pages = self._ranks if not latent else 1",
+            "pages = self._ranks",
+        ),
+        ("model_size -k Q11_ranks", "return max(1, heads // self._ranks) *", "return heads *"),
+        ("model_size -k Q11_a_tier", "return min(1, blocks)", "return blocks"),
+        ("model_size -k Q11_a_tier", "if self.window is not None:"),
+        ("model_size -k Q11_a_block", "if extent < size.slot_bytes:"),
+        ("model_size -k Q11_a_model", "for name in UNKNOWN:", "for name in ():"),
+        ("model_size -k Q13", "if not found:\n            raise self._unknown"),
+    ),
+    "kvstore/check.py": (
+        ("check_serve", "; it stops growing when {sized(spare)} are left, and the", " and the"),
+        ("check_serve", "if capacity + MARGIN_BYTES > left.bytes:"),
+        ("doors -k Q17_a_group", "if group is not None:"),
+        ("doors -k Q17_check", "if server.mode != OWN_MODE and not server.allow:"),
+    ),
+    "kvstore/cli.py": (("check_serve", "for finding in notes(config):", "for finding in ():"),),
+    "kvstore/arguments.py": (
+        (
+            "bad_input",
+            'if name.startswith("--") and not any(each.startswith(name) for each in known):',
+        ),
+        ("bad_input", 'text += _likely(choice[1], re.findall(r"[\\w.-]+", choice[2]))'),
+        ("bad_input", "re.sub(missing, ", "re.sub('', "),
+    ),
+    "kvstore/store/health.py": (
+        ("health -k Q15_a_loop", "if still_s < STILL_S:", "if True:"),
+        ("health -k Q15_a_store_that_starts", "if self.refuses:"),
+        (
+            "health -k Q15_a_store_whose",
+            'reasons + [_WORDS["off"].format(name) for name in off]',
+            "reasons",
+        ),
+        ("systemd -k Q16_three", "systemd.watchdog_ns // 3", "systemd.watchdog_ns"),
+        ("systemd -k Q16_the_status", "if lines or status != self._status:", "if True:"),
+        ("systemd -k Q16_the_status", "if now_ns - self._status_ns >= _STATUS_NS:"),
+    ),
+    "kvstore/systemd.py": (
+        ("systemd -k Q16_a_store_tells", 'environment.pop("NOTIFY', 'environment.get("NOTIFY'),
+        ("systemd -k Q16_no_sign", "and pid == str(os.getpid())", ""),
+        ("systemd -k Q16_a_manager", "if not self._failed:", "if True:"),
+    ),
+    "kvstore/listener.py": (
+        ("doors -k Q17_a_user", "os.chown(path, -1, group)"),
+        (
+            "doors -k Q17_a_group",
+            "if group is not None:\n        refuse_group(group)\n    sock",
+            "sock",
+        ),
+        ("doors -k Q17_the_mode", "path.chmod(mode)"),
+        ("doors -k Q17_a_user", "_give(folder, _FOLDER_MODES[mode], group)"),
+    ),
+    "kvstore/store/metrics_endpoint.py": (
+        ("health -k Q15_other", "if path != METRICS and path not in probes:"),
+        ("health -k Q15_a_page", 'if asked["REQUEST_METHOD"] not in ("GET", "HEAD"):'),
+        ("health -k Q15_a_page", '[] if asked["REQUEST_METHOD"] == "HEAD" else [body]', "[body]"),
+    ),
+    "kvstore/store/server.py": (
+        ("health -k Q15_a_store_that_starts", "self.health.ends()"),
+        ("health -k Q15_a_store_that_starts", "self.health.turned(time.monotonic_ns())"),
+        ("systemd -k Q16_a_store_tells", "            self.health.serves()\n", ""),
+    ),
+    "kvstore/core/tiering.py": (
+        ("request_policy -k Q36_blocks_kept", " and above.key not in self.off_disk", ""),
+        ("request_policy -k Q36_once", "self.off_disk.difference_update(gone)"),
+    ),
+    "connectors/scheduler.py": (
+        (
+            "request_policy -k Q34_a_shorter",
+            "inside = query.inside if most == query.blocks else 0",
+            "most, inside = query.blocks, query.inside",
+        ),
+        (
+            "request_policy -k Q35_what_another",
+            "if not self._hand_overs.is_running(request.request_id):",
+            "if True:",
+        ),
+    ),
+    "connectors/store_planner.py": (
+        (
+            "request_policy -k Q36_blocks_that_stay",
+            "if self._gathered:\n            self._close_job()\n        self._off_disk = off",
+            "self._off_disk = off",
+        ),
+    ),
+    "kvstore/core/tenants.py": (
+        (
+            "tenants -k Q41_Q42_whatever",
+            "if found is not None and found.counts(key):\n            self._count(found, -1)",
+        ),
+        (
+            "tenants -k Q41_a_tenant_that_comes",
+            "return (hash(key) >> TABLE_SHIFT) % TABLES < self.looked",
+            "return True",
+        ),
+        (
+            "tenants -k Q42_up_to",
+            "return order.share.used_bytes - self._block_bytes >= order.share.floor_bytes",
+            "return True",
+        ),
+        (
+            "tenants -k Q41_Q42_whoevers",
+            "if others is not None and coldest.age() > others:",
+            "if False:",
+        ),
+        (
+            "nvme_tenants -k after_a_clear",
+            "order.share.used_bytes -= order.blocks * self._block_bytes",
+        ),
+    ),
+    "connectors/request_policy.py": (
+        (
+            "request_policy -k Q34_the_tighter",
+            "min(self.load_tokens, other.load_tokens)",
+            "other.load_tokens",
+        ),
+        ("request_policy -k Q35_a_request_that_stores", "if not self.store_in.memory:"),
+    ),
+}
