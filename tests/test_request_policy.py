@@ -13,7 +13,7 @@ from connectors.kv_transfer_params import Transfer
 from connectors.request_policy import NO_LIMITS, NOTHING, RequestPolicy, Tiers, policy_of
 from kvstore.config import Config
 from kvstore.core.errors import ConfigError
-from kvstore.core.types import GroupRule
+from kvstore.core.types import GroupRule, make_key, tag_of
 from kvstore.store import admin
 from kvstore.wire import engine as p
 from tests.harness.live import LiveStore, engine, eventually, store_settings
@@ -246,3 +246,68 @@ def test_Q36_once_it_has_left_memory_a_block_may_be_stored_anywhere(config: Conf
         eventually(lambda: not namespace.tiering.off_disk)
         one.put(hashes(1, "a"))
         eventually(lambda: on_disk(store) == 1)
+
+
+# Tenants
+
+
+def test_Q40_a_tenants_requests_ask_and_store_under_names_of_its_own() -> None:
+    script, tables = Script(), {"a": [[1, 2]], "b": [[3, 4]], "c": [[5, 6]]}
+    for name, tenant in zip("abc", ("one", "two", ""), strict=True):
+        request = Request(name, 32)  # the same prompt
+        script.half.on_new_request(request, policy=NO_LIMITS._replace(tenant=tenant))
+        script.admit(request)
+    tags = [tag_of("one"), tag_of("two"), b""]
+    assert [lookup.scope for lookup in script.lookups()] == tags
+    meta = script.half.build_meta(Step(dict.fromkeys("abc", 32), (), tables.get))
+    keys = [make_key(block, 0, tag) for tag in tags for block in hashes(2)]
+    assert [key for job in meta.stores for key in job.keys] == keys
+    assert [key for job in meta.stores for key in job.parents] == [
+        key for first in (0, 2, 4) for key in (b"", keys[first])
+    ]
+
+
+def test_Q40_a_tenants_blocks_of_before_a_reset_are_not_found() -> None:
+    script, request = Script(), Request("r", 48)
+    script.half.reset_cache(b"nonce")
+    script.half.on_new_request(request, policy=NO_LIMITS._replace(tenant="one"))
+    assert script.lookups()[0].scope == b"nonce" + tag_of("one")
+    script.admit(request)
+    meta = script.step(request, 48, [[1, 2, 3]])
+    assert all(key.endswith(b"nonce" + tag_of("one")) for job in meta.stores for key in job.keys)
+
+
+def test_Q40_a_handed_over_prompt_is_asked_for_in_its_tenants_scope() -> None:
+    script, request = Script(transfer=Transfer("engine")), Request("r", 48)
+    policy = NO_LIMITS._replace(tenant="one")
+    script.half.on_new_request(request, {"do_remote_decode": True}, policy=policy)
+    script.admit(request)
+    script.client.side_channel = "127.0.0.1:9"
+    script.step(request, 48, [[1, 2, 3]])
+    request.num_tokens += 1
+    script.half.hand_over("r", [[1, 2, 3]])
+    script.step()
+    done = [state for step in script.steps() for state in step.handed_over if state.hashes]
+    assert [state.scope for state in done] == [tag_of("one")]
+
+
+def test_Q41_the_store_is_told_of_each_tenant_once_in_each_session() -> None:
+    script = Script()
+    for number, tenant in enumerate(("one", "two", "one")):
+        request = Request(str(number), 32, tenant)
+        script.half.on_new_request(request, policy=NO_LIMITS._replace(tenant=tenant))
+        script.step()
+    assert [name for step in script.steps() for name in step.tenants] == ["one", "two"]
+    script.client.detach("for the test")
+    script.attach()
+    script.step()
+    assert [name for step in script.steps() for name in step.tenants] == ["one", "two"]
+
+
+def test_Q40_a_request_names_its_tenant_else_its_engine_does() -> None:
+    engine_has = parse_extra({"cpu": "1GiB", "tenant": "own"}).policy
+    assert policy_of({}, engine_has).tenant == "own"
+    assert policy_of({"tenant": "other"}, engine_has).tenant == "other"
+    for wrong in ("", "a" * 64, "a b", "-a", "ä", 3):
+        with pytest.raises(ConfigError, match="tenant"):
+            policy_of({"tenant": wrong})
