@@ -40,6 +40,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from connectors import vllm_compat as compat
 from connectors.config import parse_extra, refuse_engine_id
 from connectors.step_meta import StepMeta
+from connectors.vllm_log import log_as_vllm
 from connectors.vllm_stats import TieredPromMetrics, TieredStats
 from kvstore.core.errors import NotSupported
 
@@ -90,6 +91,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Check that this engine is served; the scheduler's side waits for its store here."""
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm()
         compat.check_supported(vllm_config)
         self._settings = parse_extra(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._tokens = compat.geometry(vllm_config, kv_cache_config, self._settings.block_tokens)

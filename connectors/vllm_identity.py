@@ -16,7 +16,8 @@ from connectors.vllm_version import VERSION
 # isort: split
 from vllm import envs
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from connectors.vllm_length import decided_by_length
 from connectors.vllm_private import values_of
@@ -94,7 +95,7 @@ def identity(config: Any) -> tuple[str, dict[str, str], str]:
         "model": computing,
         "drafter": drafter,
         "cache_dtype": "auto" if own else str(cache.cache_dtype),
-        "hash": [cache.prefix_caching_hash_algo, get_none_hash_seed()],
+        "hash": [cache.prefix_caching_hash_algo, _hash_seed(config)],
         "settings": settings,
         "variables": values_of(envs, "vllm.envs", VARIABLES)
         | {name: getattr(envs, name, None) for name in ADDED_VARIABLES},
@@ -117,6 +118,19 @@ def identity(config: Any) -> tuple[str, dict[str, str], str]:
     }
     told = {name: text[:TRAIT_CHARACTERS] for name, text in traits.items()}
     return _digest(facts), told, unnamed or drafts_unnamed or _mixes_adapters(config)
+
+
+def _hash_seed(config: Any) -> str:
+    """Return the seed of the first block's hash, as vLLM's scheduler resolves it later.
+
+    vLLM's get_none_hash_seed answers with the default in a worker, whatever PYTHONHASHSEED is.
+    Without that, the seed of an xxhash is random: such an engine shares blocks with no other.
+    """
+    function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    seed = str(resolve_none_hash_seed(function))
+    if seed == resolve_none_hash_seed(function):
+        return seed
+    return f"random, of engine {config.kv_transfer_config.engine_id}"
 
 
 def _mixes_adapters(config: Any) -> str:

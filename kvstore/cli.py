@@ -17,6 +17,7 @@ import msgspec
 
 from kvstore import __version__
 from kvstore.core.errors import ConfigError, KVStoreError
+from kvstore.logs import FORMATS, LEVELS, default_format, log_to_stderr
 from kvstore.wire.credentials import read_user
 from tiers.nvme.fsck_report import MEANINGS, Amount, FsckReport
 
@@ -100,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = add("serve", "run the store of this node", "kvstore serve --config kvstore.toml")
     serve.add_argument("--config", required=True, type=Path, help="the settings, a TOML file")
+    serve.add_argument("--log-level", choices=LEVELS, default="info", help="default: info")
+    form = "default: journald where standard error goes to systemd's journal, else text"
+    serve.add_argument("--log-format", choices=FORMATS, help=form)
     check = add(
         "check", "check a configuration on this machine, or measure a drive",
         "kvstore check --config kvstore.toml", "kvstore check --disk --path /nvme",
@@ -117,8 +121,11 @@ def _parser() -> argparse.ArgumentParser:
     resize = add("resize", "change the disk capacity of a running store", example)
     resize.add_argument("tier", choices=["nvme"], help="the tier to resize")
     resize.add_argument("capacity", help='the new capacity, such as "500GiB"')
+    example = f"kvstore log-level debug --store {_SOCKET}"
+    level = add("log-level", "change the log level of a running store", example)
+    level.add_argument("level", choices=LEVELS, help="log this level and what is above")
     user = "name or number of the user that runs the store (default: yourself or root)"
-    for command in (stats, clear, resize):
+    for command in (stats, clear, resize, level):
         place = f"the store's socket, such as {_SOCKET}, or engine:ID for an engine's private one"
         command.add_argument("--store", required=True, help=place)
         command.add_argument("--user", type=_user, help=user)
@@ -159,14 +166,14 @@ def _serve(chosen: argparse.Namespace) -> int:
     from kvstore.check import require
     from kvstore.config import load
     from kvstore.listener import listen
-    from kvstore.logs import log_to_stderr
     from kvstore.memory_limits import MARGIN_BYTES, memory_left
     from kvstore.store.server import serve
     from kvstore.units import sized
 
     config = load(chosen.config)
     require(config)
-    log_to_stderr("%(asctime)s %(levelname)s %(message)s")
+    form = chosen.log_format or default_format({**os.environ})
+    log_to_stderr(form=form, level=chosen.log_level)
     listener = listen(config.server.socket, shared=bool(config.server.allow))
     capacity, available = config.cpu.capacity_bytes, memory_left()
     extent = sized(config.cpu.extent_bytes)
@@ -332,6 +339,14 @@ def _resize(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _log_level(chosen: argparse.Namespace) -> int:
+    from kvstore.store import admin
+
+    admin.log_level(chosen.store, chosen.level, user=chosen.user)
+    print(f"log level {chosen.level}, until the store ends")
+    return 0
+
+
 def _keygen(chosen: argparse.Namespace) -> int:
     from kvstore.handover.cluster_key import ClusterKey
 
@@ -342,7 +357,7 @@ def _keygen(chosen: argparse.Namespace) -> int:
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve, "check": _check, "stats": _stats, "clear": _clear,
-    "resize": _resize, "fsck": _fsck, "keygen": _keygen,
+    "resize": _resize, "fsck": _fsck, "keygen": _keygen, "log-level": _log_level,
 }  # fmt: skip
 
 if __name__ == "__main__":
