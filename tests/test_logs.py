@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -244,30 +245,32 @@ def test_Q30_a_fault_that_an_engine_names_is_in_the_stores_log(
     assert (line.levelname, line.name) == ("WARNING", "kvstore.store.sessions")
 
 
+@pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_Q31_an_engine_logs_each_loss_of_its_store_once_and_each_return_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     caplog.set_level(logging.INFO, "connectors")
-    config = store_settings(tmp_path)
+    reasons = {"stopped": "the store is shutting down", "killed": "store closed the connection"}
 
     def said() -> list[str]:
         found = [r.getMessage() for r in caplog.records if r.name.startswith("connectors")]
         caplog.clear()
         return found
 
-    with LiveStore(config):
-        rig = Rig(config.server.socket, world=2)
+    with store_of(tmp_path) as store:
+        rig = Rig(store.path, world=2)
         rig.attach()
         said()
-    with contextlib.closing(rig):
-        for _ in range(2):
+        with contextlib.closing(rig):
+            if how == "killed":
+                os.kill(store.pid, signal.SIGKILL)
+            store.stop()
             eventually(lambda: heard(rig.client) and not rig.client.session)
-            (line,) = said()
-            assert line.startswith("kvstore: detached: the store is shutting down; every lookup")
-            with LiveStore(config):
-                eventually(lambda: heard(rig.client) and rig.client.session)
-                (line,) = said()
-                assert re.fullmatch(r"kvstore: attached again after \d+\.\d s", line)
+            store.__enter__()
+            eventually(lambda: heard(rig.client) and rig.client.session)
+            lost, back = said()
+    assert lost.startswith(f"kvstore: detached: {reasons[how]}; every lookup is a miss")
+    assert re.fullmatch(r"kvstore: attached again after \d+\.\d s", back)
 
 
 def test_Q32_the_engine_logs_what_its_store_warns_of(caplog: pytest.LogCaptureFixture) -> None:
