@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from connectors import vllm_version  # noqa: F401 - the first, see there
+from connectors.vllm_version import log_as_vllm  # the first, see there
 
 # isort: split
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -40,7 +40,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from connectors import vllm_compat as compat
 from connectors.config import parse_extra, refuse_engine_id
 from connectors.step_meta import StepMeta
-from connectors.vllm_log import log_as_vllm
 from connectors.vllm_stats import TieredPromMetrics, TieredStats
 from kvstore.core.errors import NotSupported
 

@@ -89,13 +89,15 @@ def identity(config: Any) -> tuple[str, dict[str, str], str]:
     computing, unnamed = _model(model, load, (model.max_model_len,))
     drafter, drafts_unnamed = _drafter(speculative, load, model.max_model_len)
     own = f"torch.{cache.cache_dtype}" == str(model.dtype)
+    algorithm = cache.prefix_caching_hash_algo
     settings = {name: _fields(getattr(config, name), name) for name in SETTINGS}
     facts = {
         "engine": VERSION,
         "model": computing,
         "drafter": drafter,
         "cache_dtype": "auto" if own else str(cache.cache_dtype),
-        "hash": [cache.prefix_caching_hash_algo, _hash_seed(config)],
+        # Not get_none_hash_seed: in a worker it is vLLM's default, whatever PYTHONHASHSEED is.
+        "hash": [algorithm, resolve_none_hash_seed(get_hash_fn_by_name(algorithm))],
         "settings": settings,
         "variables": values_of(envs, "vllm.envs", VARIABLES)
         | {name: getattr(envs, name, None) for name in ADDED_VARIABLES},
@@ -111,26 +113,13 @@ def identity(config: Any) -> tuple[str, dict[str, str], str]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "cache dtype": str(facts["cache_dtype"]),
         "quantization": str(model.quantization),
-        "hash": cache.prefix_caching_hash_algo,
+        "hash": algorithm,
         "hash seed": _digest(facts["hash"])[:TRAIT_DIGITS],
         "speculative": "none" if drafter is None else str(drafter["method"]),
         "drafter": "none" if drafter is None else _digest(drafter)[:TRAIT_DIGITS],
     }
     told = {name: text[:TRAIT_CHARACTERS] for name, text in traits.items()}
     return _digest(facts), told, unnamed or drafts_unnamed or _mixes_adapters(config)
-
-
-def _hash_seed(config: Any) -> str:
-    """Return the seed of the first block's hash, as vLLM's scheduler resolves it later.
-
-    vLLM's get_none_hash_seed answers with the default in a worker, whatever PYTHONHASHSEED is.
-    Without that, the seed of an xxhash is random: such an engine shares blocks with no other.
-    """
-    function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-    seed = str(resolve_none_hash_seed(function))
-    if seed == resolve_none_hash_seed(function):
-        return seed
-    return f"random, of engine {config.kv_transfer_config.engine_id}"
 
 
 def _mixes_adapters(config: Any) -> str:

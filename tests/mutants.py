@@ -64,7 +64,9 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("store_blocks store -k O23_a_report", "if slot not in session.granted:"),
         ("store_blocks store -k O18", ".ok = writing.ok and message.ok", ".ok = message.ok"),
     ),
+    "kvstore/store/sharing.py": (("logs -k Q32", " and _same_model(ours, theirs)", ""),),
     "kvstore/store/sessions.py": (
+        ("logs -k Q30", 'self.end(session, "died",', 'self.end(session, "left",'),
         ("store -k S2_layers", "self._check_layers(hello)"),
         ("turns -k S4_a_namespace_is_visited", "self._namespaces.wake(namespace)"),
         ("store store_blocks -k O23", "namespace.manager.give_back(session.granted)"),
@@ -135,6 +137,8 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "kvstore/logs.py": (
+        ("logs -k Q28", "one_line(value, FIELD_MAX) if isinstance(value, str) else value", "value"),
+        ("logs -k Q29", "root.setLevel(now)"),
         ("side_channel_limits -k S2_log_lines", "LINES_MAX = 5", "LINES_MAX = 5_000"),
     ),
     "kvstore/launch.py": (
@@ -277,6 +281,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "connectors/store_connection.py": (
+        ("logs -k Q30", "self.send(p.Detach(fault[: limits.TEXT_MAX]))"),
         ("store_connection -k for_good", " and not message.retry:", " and False:"),
     ),
     "connectors/vllm_identity.py": (
@@ -584,6 +589,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "connectors/store_client.py": (
+        ("logs -k Q31", "self._lost_ns = self.clock()"),
         ("scheduler_edges -k O8_no_set", "if len(self._newer) >= KNOWN_MAX:"),
         ("scheduler_edges -k O8_no_set", "self._forgotten.pop()"),
     ),

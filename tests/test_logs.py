@@ -143,8 +143,8 @@ APART = {
     ),
     "hash": (
         of_tokens(16, hash="sha256", hash_seed="1"),
-        of_tokens(16, hash="xxhash", hash_seed="2"),
-        "hash xxhash, there sha256",
+        of_tokens(16, hash="sha256_cbor", hash_seed="2"),
+        "hash sha256_cbor, there sha256",
         "--prefix-caching-hash-algo",
     ),
 }

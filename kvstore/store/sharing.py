@@ -11,7 +11,7 @@ from kvstore.units import one_line
 # What operators set, by trait, and how. The other traits of a layout follow from these.
 WAYS_OUT = {
     "hash": "set the same --prefix-caching-hash-algo",
-    "hash seed": "set the same PYTHONHASHSEED, or none and a sha256 hash",
+    "hash seed": "set the same PYTHONHASHSEED, or none",
     "block tokens": "set the same block_tokens and --block-size",
 }
 TRAITS_TOLD = 4
