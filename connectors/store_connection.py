@@ -14,6 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 
+from kvstore.core import limits
 from kvstore.core.errors import KVStoreError, NotSupported, ProtocolError
 from kvstore.wire import credentials, framing
 from kvstore.wire import engine as p
@@ -44,6 +45,7 @@ class Link:
         self._decoder = framing.Decoder(p.ToEngine)
         self._inbox = memoryview(bytearray(_READ_BYTES))
         self._outbox = bytearray()
+        self._greeted = False  # the store has heard of us, and hears a goodbye
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -52,6 +54,7 @@ class Link:
 
     def send(self, message: framing.Message) -> None:
         """Queue a message and write what the socket takes. Raises LinkLost."""
+        self._greeted = True
         with self._lock:
             self._outbox += framing.encode(message)
             self._flush()
@@ -121,8 +124,14 @@ class Link:
         """Return the socket's descriptor; -1 once it is closed."""
         return self._sock.fileno()
 
-    def close(self) -> None:
-        """Close the socket and descriptors that were not taken; safe to call twice."""
+    def close(self, fault: str = "") -> None:
+        """Say goodbye, close the socket and descriptors that were not taken; safe to call twice.
+
+        fault: why this half cannot go on with the session, for the store's log.
+        """
+        with contextlib.suppress(LinkLost):
+            if self._greeted:
+                self.send(p.Detach(fault[: limits.TEXT_MAX]))
         self._sock.close()
         while self.fds:
             os.close(self.fds.pop())
@@ -142,12 +151,16 @@ def connect(address: str, user: int | None = None) -> Link:
 
 
 def attach(
-    find: Callable[[], str], hello: p.Hello, stop: threading.Event, user: int | None = None
+    find: Callable[[], str],
+    hello: p.Hello,
+    stop: threading.Event,
+    user: int | None = None,
+    level: int = logging.WARNING,
 ) -> tuple[Link, p.Welcome] | None:
     """Connect and say Hello until a store welcomes us; None when stop is set.
 
     find(): the store's address; starts a private store if there is none. user: as in connect().
-    Raises NotSupported when the store refuses for good.
+    level: of the line that there is no store. Raises NotSupported when the store refuses for good.
     """
     tries = 0
     while not stop.is_set():
@@ -160,7 +173,7 @@ def attach(
                 return link, welcome
         except LinkLost as exc:
             if tries == 0:
-                log.warning("kvstore: %s; serving without it, and trying again", exc)
+                log.log(level, "kvstore: %s; serving without it, and trying again", exc)
         except NotSupported:
             if link is not None:
                 link.close()
@@ -193,7 +206,6 @@ class Refusals:
     def __init__(self) -> None:
         self._logged: set[str] = set()
         self._wait_s = 0.0
-        self._in_a_row = 0
         self._attached_s: float | None = None
 
     def wait_s(self, why: KVStoreError) -> float:
@@ -206,7 +218,6 @@ class Refusals:
             self._logged.clear()
             self._wait_s = 0.0
         self._attached_s = None
-        self._in_a_row += 1
         reason = str(why)
         if reason not in self._logged and len(self._logged) < _REASONS_MAX:
             self._logged.add(reason)
@@ -220,9 +231,6 @@ class Refusals:
     def attached(self) -> None:
         """Take note of a session."""
         self._attached_s = time.monotonic()
-        if self._in_a_row:
-            log.info("kvstore: attached again after %d refusals", self._in_a_row)
-            self._in_a_row = 0
 
 
 class Attacher:
@@ -252,6 +260,8 @@ class Attacher:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ready: deque[tuple[Link, p.Welcome]] = deque()
         self._thread: threading.Thread | None = None
+        # An engine says once that it has no store: its scheduler half, here or as it is detached.
+        self._level = logging.WARNING if hello.role == "scheduler" else logging.DEBUG
 
     def start(self) -> None:
         """Start making a connection, unless one is ready for take()."""
@@ -266,8 +276,9 @@ class Attacher:
     def _run(self) -> None:
         while not self.stop.is_set():
             try:
-                attached = attach(self._find, self.hello, self.stop, self._user)
+                attached = attach(self._find, self.hello, self.stop, self._user, self._level)
                 if attached is not None:
+                    self._level = logging.DEBUG
                     (self._serve or self._offer)(*attached)
             except KVStoreError as exc:
                 # Not for good: a worker is refused only in a session that has the other half, and

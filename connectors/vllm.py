@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from connectors import vllm_version  # noqa: F401 - the first, see there
+from connectors.vllm_version import log_as_vllm  # the first, see there
 
 # isort: split
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -90,6 +90,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Check that this engine is served; the scheduler's side waits for its store here."""
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm()
         compat.check_supported(vllm_config)
         self._settings = parse_extra(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._tokens = compat.geometry(vllm_config, kv_cache_config, self._settings.block_tokens)

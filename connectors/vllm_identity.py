@@ -16,7 +16,8 @@ from connectors.vllm_version import VERSION
 # isort: split
 from vllm import envs
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from connectors.vllm_length import decided_by_length
 from connectors.vllm_private import values_of
@@ -88,13 +89,15 @@ def identity(config: Any) -> tuple[str, dict[str, str], str]:
     computing, unnamed = _model(model, load, (model.max_model_len,))
     drafter, drafts_unnamed = _drafter(speculative, load, model.max_model_len)
     own = f"torch.{cache.cache_dtype}" == str(model.dtype)
+    algorithm = cache.prefix_caching_hash_algo
     settings = {name: _fields(getattr(config, name), name) for name in SETTINGS}
     facts = {
         "engine": VERSION,
         "model": computing,
         "drafter": drafter,
         "cache_dtype": "auto" if own else str(cache.cache_dtype),
-        "hash": [cache.prefix_caching_hash_algo, get_none_hash_seed()],
+        # Not get_none_hash_seed: in a worker it is vLLM's default, whatever PYTHONHASHSEED is.
+        "hash": [algorithm, resolve_none_hash_seed(get_hash_fn_by_name(algorithm))],
         "settings": settings,
         "variables": values_of(envs, "vllm.envs", VARIABLES)
         | {name: getattr(envs, name, None) for name in ADDED_VARIABLES},
@@ -110,7 +113,7 @@ def identity(config: Any) -> tuple[str, dict[str, str], str]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "cache dtype": str(facts["cache_dtype"]),
         "quantization": str(model.quantization),
-        "hash": cache.prefix_caching_hash_algo,
+        "hash": algorithm,
         "hash seed": _digest(facts["hash"])[:TRAIT_DIGITS],
         "speculative": "none" if drafter is None else str(drafter["method"]),
         "drafter": "none" if drafter is None else _digest(drafter)[:TRAIT_DIGITS],

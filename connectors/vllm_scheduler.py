@@ -36,7 +36,7 @@ from connectors.store_client import DISK, MEMORY, StoreClient
 from connectors.store_connection import Attacher
 from connectors.vllm_private import check_private, values_of
 from kvstore.core.errors import ConfigError, NotSupported
-from kvstore.core.limits import SLOTS_MAX
+from kvstore.core.limits import NAME_MAX, SLOTS_MAX
 from kvstore.units import one_line
 from kvstore.wire import engine as p
 
@@ -121,6 +121,7 @@ def start_half(
         world=world,
         credit_slots=min(credit, SLOTS_MAX),
         events=publishes,
+        model=one_line(str(config.model_config.served_model_name), NAME_MAX)[:NAME_MAX],
     )
     client = StoreClient(Attacher(find_store, hello, settings.store_user), monotonic_ns)
     client.collect_events = publishes

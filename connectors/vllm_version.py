@@ -1,4 +1,4 @@
-"""Which vLLM this is. Imported before everything else of vLLM, so that an unknown one is named.
+"""Which vLLM this is, and its log. Imported before all else of vLLM: an unknown one is named.
 
 Raises NotSupported on import for a version that is not served. Checked against 0.32 (runs in the
 tests) and 0.33 (its source).
@@ -6,6 +6,7 @@ tests) and 0.33 (its source).
 
 from __future__ import annotations
 
+import logging
 import re
 
 import vllm
@@ -21,3 +22,24 @@ if VERSION not in VERSIONS:
         f"kvstore does not serve this engine: vLLM {vllm.__version__},"
         f" served are {', '.join(VERSIONS)}"
     )
+
+_vllm_log = logging.getLogger("vllm.kvstore")
+
+
+class ToVllm(logging.Handler):
+    """Hands records to vLLM's handlers, as they are configured when a record comes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log it as vLLM's, unless that is below vLLM's level."""
+        if _vllm_log.isEnabledFor(record.levelno):
+            _vllm_log.handle(record)
+
+
+def log_as_vllm() -> None:
+    """Have everything that an engine process has of ours log as vLLM; safe to call twice."""
+    for name in ("connectors", "kvstore", "tiers"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(handler, ToVllm) for handler in logger.handlers):
+            logger.addHandler(ToVllm())
+            logger.setLevel(logging.DEBUG)  # vLLM's level decides
+            logger.propagate = False

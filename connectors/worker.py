@@ -25,7 +25,7 @@ from connectors.copies.host import Device, LayerCache, MappedExtent, device_of
 from connectors.step_meta import StepMeta, StoreJob
 from connectors.store_connection import Attacher, Link, LinkLost
 from connectors.worker_copies import Copies, LoadTask, Session, StoreTask
-from kvstore.core.errors import NotSupported, TierError, TierFull
+from kvstore.core.errors import KVStoreError, NotSupported, TierError, TierFull
 from kvstore.core.layout import RankGeometry, RankLayout
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -190,7 +190,7 @@ class WorkerHalf:
 
     def _serve(self, link: Link, welcome: p.Welcome) -> None:
         """Serve a session until it ends. Raises TierError for memory that copies cannot use."""
-        copies, session = self._copies, None
+        copies, session, fault = self._copies, None, ""
         try:
             if welcome.layout is None:
                 raise TierError("the store's welcome has no layout")
@@ -201,7 +201,10 @@ class WorkerHalf:
             while not self._attacher.stop.is_set() and self._handle(session, link.receive(_READ_S)):
                 pass
         except LinkLost as exc:
-            log.warning("kvstore: %s", exc)
+            log.debug("kvstore: %s", exc)  # the scheduler half warns of it
+        except KVStoreError as exc:
+            fault = str(exc)
+            raise
         finally:
             copies.session = None  # copies planned for this session stop here
             if copies.direct is not None:
@@ -209,7 +212,7 @@ class WorkerHalf:
             copies.runner.drain()
             for extent in () if session is None else session.slots.clear():
                 self._device.unpin(extent)
-            link.close()
+            link.close(fault)
 
     def _open_direct(
         self, direct: DirectTransfers, layout: RankLayout, devices: str, session: Session
@@ -243,7 +246,7 @@ class WorkerHalf:
             elif isinstance(message, _FETCH_MESSAGES) and direct is not None:
                 direct.receive(message)
             elif isinstance(message, p.Detach):
-                log.info("kvstore: detached: %s", message.reason)
+                log.debug("kvstore: detached: %s", message.reason)
                 return False
         return True
 

@@ -19,6 +19,7 @@ from kvstore import __version__
 from kvstore.arguments import Parser, count
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.core.limits import HEADS_MAX
+from kvstore.logs import FORMATS, LEVELS, default_format, log_to_stderr
 from kvstore.model_size import BYTES_OF, STATE_DTYPES
 from kvstore.units import one_line
 from kvstore.wire.credentials import read_user
@@ -112,6 +113,9 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = add("serve", "run the store of this node", "kvstore serve --config kvstore.toml")
     serve.add_argument("--config", required=True, type=Path, help="the settings, a TOML file")
+    serve.add_argument("--log-level", choices=LEVELS, default="info", help="default: info")
+    form = "default: journald where standard error goes to systemd's journal, else text"
+    serve.add_argument("--log-format", choices=FORMATS, help=form)
     check = add(
         "check", "check the settings of a store or an engine on this machine, or measure a drive",
         "kvstore check --config kvstore.toml", "kvstore check --disk --path /nvme",
@@ -131,8 +135,11 @@ def _parser() -> argparse.ArgumentParser:
     resize = add("resize", "change the disk capacity of a running store", example)
     resize.add_argument("tier", choices=["nvme"], help="the tier to resize")
     resize.add_argument("capacity", help='the new capacity, such as "500GiB"')
+    example = f"kvstore log-level debug --store {_SOCKET}"
+    level = add("log-level", "change the log level of a running store", example)
+    level.add_argument("level", choices=LEVELS, help="log this level and what is above")
     user = "name or number of the user that runs the store (default: yourself or root)"
-    for command in (stats, clear, resize):
+    for command in (stats, clear, resize, level):
         place = f"the store's socket, such as {_SOCKET}, or engine:ID for an engine's private one"
         command.add_argument("--store", required=True, help=place)
         command.add_argument("--user", type=_user, help=user)
@@ -198,7 +205,6 @@ def _serve(chosen: argparse.Namespace) -> int:
     from kvstore.check import notes, require
     from kvstore.config import load
     from kvstore.listener import listen
-    from kvstore.logs import log_to_stderr
     from kvstore.store.server import serve
     from kvstore.systemd import Systemd
     from kvstore.units import sized
@@ -206,7 +212,7 @@ def _serve(chosen: argparse.Namespace) -> int:
     systemd = Systemd(os.environ)
     config = load(chosen.config)
     require(config)
-    log_to_stderr("%(asctime)s %(levelname)s %(message)s")
+    log_to_stderr(form=chosen.log_format or default_format({**os.environ}), level=chosen.log_level)
     listener = listen(config.server.socket, config.server.mode, config.server.group)
     capacity, extent = sized(config.cpu.capacity_bytes), sized(config.cpu.extent_bytes)
     log.info("cpu capacity %s in extents of %s", capacity, extent)
@@ -412,6 +418,14 @@ def _resize(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _log_level(chosen: argparse.Namespace) -> int:
+    from kvstore.store import admin
+
+    admin.log_level(chosen.store, chosen.level, user=chosen.user)
+    print(f"log level {chosen.level}, until the store ends")
+    return 0
+
+
 def _keygen(chosen: argparse.Namespace) -> int:
     from kvstore.handover.cluster_key import ClusterKey
 
@@ -422,7 +436,7 @@ def _keygen(chosen: argparse.Namespace) -> int:
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve, "check": _check, "size": _size, "stats": _stats, "clear": _clear,
-    "resize": _resize, "fsck": _fsck, "keygen": _keygen,
+    "resize": _resize, "fsck": _fsck, "keygen": _keygen, "log-level": _log_level,
 }  # fmt: skip
 
 if __name__ == "__main__":

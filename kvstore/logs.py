@@ -3,32 +3,123 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 
 import msgspec
 
-from kvstore.units import one_line
+from kvstore.core.errors import ProtocolError
+from kvstore.units import one_line, shown
 
 LINE_MAX = 2000  # characters of a message; no honest one is as long
+FIELD_MAX = 300  # of a value from outside in it
+TRACE_LINES_MAX = 100  # of a traceback, the last ones
 LINES_MAX = 5  # of one kind in one window
 WINDOW_NS = 10_000_000_000
 
+LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json", "journald")
+TEXT = "%(asctime)s %(levelname)s %(message)s"
+_PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
+
+
+class Subject:
+    """What a line is about, such as an engine: readable in text, by field in JSON."""
+
+    def __init__(self, **fields: str | int | None) -> None:
+        """fields: the first one names it. "" and None are not known, and left out."""
+        self.fields = {
+            name: one_line(value, FIELD_MAX) if isinstance(value, str) else value
+            for name, value in fields.items()
+            if value not in ("", None)
+        }
+
+    def __str__(self) -> str:
+        """Return "engine 'a' (model m, pid 7)"."""
+        (kind, name), *rest = self.fields.items()
+        known = ", ".join(f"{field} {value}" for field, value in rest)
+        return f"{kind} {name!r} ({known})" if known else f"{kind} {name!r}"
+
 
 class OneLine(logging.Formatter):
-    """Escapes what could end a line, or steer a terminal; tracebacks stay as they are."""
+    """Escapes what could end a line, or steer a terminal.
+
+    A traceback has many lines. Each is indented, so that none of them can pass for a record.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """Return the line without a traceback."""
         record.message = one_line(record.message, LINE_MAX)
         return super().formatMessage(record)
 
+    def formatException(self, ei: logging._SysExcInfoType) -> str:  # noqa: N802 - logging's name
+        """Return a traceback's last lines."""
+        lines = super().formatException(ei).splitlines()[-TRACE_LINES_MAX:]
+        return "\n".join("  " + one_line(line, LINE_MAX) for line in lines)
 
-def log_to_stderr(line: str) -> None:
-    """Have this process log to standard error; line: as in logging.Formatter."""
+
+class Journald(OneLine):
+    """Begins each line with its priority, as systemd reads it from standard error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's lines without a time, which the journal has itself."""
+        prefix = f"<{_PRIORITIES.get(record.levelno, 2)}>"
+        return "\n".join(prefix + line for line in super().format(record).splitlines())
+
+
+class Json(OneLine):
+    """Makes a JSON object of each record, on one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return time (RFC 3339, UTC), level, logger, message, and the fields of its subjects."""
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        found: dict[str, object] = {
+            "time": at.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": one_line(record.getMessage(), LINE_MAX),
+        }
+        for value in record.args if isinstance(record.args, tuple) else ():
+            if isinstance(value, Subject):
+                found |= value.fields
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(found).decode()
+
+
+def default_format(environment: Mapping[str, str]) -> str:
+    """Return "journald" where standard error goes to the journal, as systemd says, else "text"."""
+    try:
+        found = os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError):
+        return "text"
+    said = environment.get("JOURNAL_STREAM", "")
+    return "journald" if said == f"{found.st_dev}:{found.st_ino}" else "text"
+
+
+def log_to_stderr(line: str = TEXT, form: str = "text", level: str = "info") -> None:
+    """Have this process log to standard error; line: of the text format, as in logging.Formatter.
+
+    form: one of FORMATS; level: one of LEVELS.
+    """
+    forms = {"text": OneLine(line), "json": Json(), "journald": Journald("%(message)s")}
     handler = logging.StreamHandler()
-    handler.setFormatter(OneLine(line))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    handler.setFormatter(forms[form])
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def set_level(level: str) -> None:
+    """Change the level of this process's log, and log that. Raises ProtocolError for no level."""
+    if level not in LEVELS:
+        raise ProtocolError(f"log level {shown(level)}, expected one of {', '.join(LEVELS)}")
+    root = logging.getLogger()
+    was, now = root.level, logging.getLevelNamesMapping()[level.upper()]
+    root.setLevel(now)
+    said = level, logging.getLevelName(was).lower()
+    logging.getLogger(__name__).log(max(now, logging.INFO), "log level is %s, was %s", *said)
 
 
 class _Kind(msgspec.Struct, eq=False):

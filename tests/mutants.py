@@ -270,7 +270,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if disk is not None:",
         ),
         ("turns -k asks_nothing", "(peers_due or peers.busy)", "True"),
-        ("doors -k S1", "if not trusted(uid, self._config.server.allow):"),
+        ("doors -k S1", "if not trusted(process.uid, self._config.server.allow):"),
     ),
     "kvstore/store/extents.py": (
         ("turns -k S4_a_namespace_wakes_when_its_memory", "self._wake(donor)"),

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
+    "kvstore/store/sharing.py": (("logs -k Q32", " and _same_model(ours, theirs)", ""),),
+    "kvstore/store/sessions.py": (
+        ("logs -k Q30", 'self.end(session, "died",', 'self.end(session, "left",'),
+    ),
+    "kvstore/logs.py": (
+        ("logs -k Q28", "one_line(value, FIELD_MAX) if isinstance(value, str) else value", "value"),
+        ("logs -k Q29", "root.setLevel(now)"),
+    ),
+    "connectors/store_connection.py": (
+        ("logs -k Q30", "self.send(p.Detach(fault[: limits.TEXT_MAX]))"),
+    ),
+    "connectors/store_client.py": (("logs -k Q31", "self._lost_ns = self.clock()"),),
     "kvstore/engine_check.py": (
         ("engine_check -k Q10_wrong", "refuse_unknown(table, KEYS, SOURCE)"),
         ("engine_check -k Q10_wrong", 'refuse_engine_id(str(table["engine_id"]))'),

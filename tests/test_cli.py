@@ -51,7 +51,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
     return Check(tmp_path, capsys)
 
 
-NAMES = ("serve", "check", "stats", "clear", "resize", "keygen", "fsck")
+NAMES = ("serve", "check", "stats", "clear", "resize", "keygen", "fsck", "log-level")
 
 
 def ended(run: Callable[[list[str]], int], arguments: list[str]) -> object:
@@ -68,7 +68,7 @@ def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[st
     assert ended(cli.main, ["--help"]) == 0
     out = capsys.readouterr().out
     assert "examples:\n  kvstore " in out
-    assert not [command for command in NAMES if f"\n    {command} " not in out]
+    assert not [command for command in NAMES if not re.search(rf"\n    {command}\s", out)]
 
 
 def test_wrong_arguments_end_with_status_2() -> None:
@@ -250,6 +250,7 @@ COMMANDS = (
     ("resize", "nvme", "1GiB", "--store", "{}"),
     ("resize", "nvme", "{}", "--store", "unix:///none.sock"),
     ("keygen", "{}/key"),
+    ("log-level", "debug", "--store", "{}"),
 )  # fmt: skip
 
 

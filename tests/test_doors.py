@@ -583,7 +583,8 @@ def test_S2_a_record_is_one_line_whatever_is_in_it() -> None:
     assert second.endswith("x... (20969536 more characters)")
     assert len(second) < 2100
     assert (third, fourth) == ("WARNING %s", "ERROR a job raised")
-    assert trace[0] == "Traceback (most recent call last):"
+    assert trace[0] == "  Traceback (most recent call last):"
+    assert trace[-2:] == ["  ValueError: two", "  lines"], "no line of it can pass for a record"
 
 
 def test_S2_values_in_errors_are_escaped_and_cut() -> None:

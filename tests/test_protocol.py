@@ -48,6 +48,8 @@ TO_STORE: tuple[framing.Message, ...] = (
     p.Step(engine_blocks=(p.EngineBlocks(u32([1]), (b"a",), u32([2]), u32([3])),)),
     p.BlocksWritten(7, "none"),
     p.Query("stats"),
+    p.Query("log-level", level="debug"),
+    p.Detach(""),
 )
 TO_ENGINE: tuple[framing.Message, ...] = (
     p.Welcome(1),

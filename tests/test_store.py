@@ -224,7 +224,7 @@ def test_the_others_are_told_to_detach_once() -> None:
     engine.pump()
     town.close(engine.workers[0])
     engine.pump()
-    assert engine.detached == ["another connection of this engine closed"] * 2
+    assert engine.detached == ["its scheduler closed without a goodbye: killed, or crashed"] * 2
 
 
 def test_an_engine_that_comes_back_while_its_session_ends_is_asked_to_try_again() -> None:
@@ -275,7 +275,7 @@ WRONG = {
     "loaded-broken-array": p.Loaded(1, 0, 0.0, b"1"),
     "step-from-a-worker": p.Step(),
     "a-second-hello": p.Hello(p.VERSION, "bad", "worker", 0, 1, geometry=geometry()),
-    "not-for-the-store": p.Detach("me?"),
+    "not-for-the-store": p.Coming(1, 0),
     "unknown-query": p.Query("everything"),
 }
 WRONG_OF_SCHEDULERS = {

@@ -86,6 +86,8 @@ def test_a_store_that_is_not_ready_is_asked_again(store: Store, first: framing.M
     attached = attach(lambda: store.path, HELLO, threading.Event())
     assert attached is not None
     attached[0].close()
+    goodbye = framing.encode(p.Detach(""))
+    assert store.accepted[0].recv(1 << 10) == goodbye
     assert store.accepted[0].recv(1) == b"", "the refused connection was closed"
 
 

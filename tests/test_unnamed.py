@@ -54,11 +54,11 @@ def test_B3_blocks_without_a_name_are_for_their_engine_in_this_session_only(
                 with engine(store, name, geometry=geometry_) as other:
                     assert get(other, chain) == 0
             assert get(one, chain) == 6
-            said = [r.getMessage() for r in caplog.records if "engine 'one':" in r.getMessage()]
-            assert said == [
-                "engine 'one': its blocks stay in memory, for itself only, until it detaches: "
-                + repr(WHY)
-            ]
+            text = f"its blocks stay in memory, for itself only, until it detaches: {WHY!r}"
+            said = [r.getMessage() for r in caplog.records if "engine 'one'" in r.getMessage()]
+            assert len(said) == 1
+            assert said[0].endswith(f" {text}")
+            assert one.active.warning == text
         with engine(store, "one", geometry=unnamed()) as again:
             assert get(again, chain) == 0
         eventually(lambda: stat(store, "kvstore_slots", state="used") == 0)

@@ -56,6 +56,11 @@ def clear(address: str, timeout_s: float = CLEAR_S, user: int | None = None) -> 
     return _stats_of(_ask(address, p.Query("clear"), timeout_s, user))
 
 
+def log_level(address: str, level: str, user: int | None = None) -> None:
+    """Change the level of the store's log. Raises StoreUnreachable, or StoreRefused."""
+    _ask(address, p.Query("log-level", level=level), TIMEOUT_S, user)
+
+
 def resize(
     address: str, tier: str, capacity_bytes: int, user: int | None = None
 ) -> Iterator[tuple[int, int]]:

@@ -16,11 +16,12 @@ from kvstore.store.server import serve
 log = logging.getLogger(__name__)
 
 LINGER_S = 3.0
+_LINE = "(kvstore pid=%(process)d) %(levelname)s %(asctime)s %(message)s"  # among its engine's
 
 
 def main() -> None:
     """Run as the child of launch.ensure(): settings as JSON, then the socket and its lock."""
-    log_to_stderr("kvstore %(levelname)s %(message)s")
+    log_to_stderr(_LINE)
     config = parse(json.loads(sys.argv[1]), source="private store")
     sock, lock_fd = socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
     listener = Listener(config.server.socket, sock, lock_fd)

@@ -40,7 +40,7 @@ from kvstore.store.tier_guard import Plugin
 from kvstore.systemd import Systemd
 from kvstore.wire import engine as p
 from kvstore.wire import framing
-from kvstore.wire.credentials import USERS_MAX, peer_uid, trusted
+from kvstore.wire.credentials import USERS_MAX, peer_process, trusted
 from tiers import nvme
 from tiers.cpu import CpuMemory
 
@@ -275,11 +275,12 @@ class Server:
                 self._accept_ns = time.monotonic_ns() + _PAUSE_NS
             return
         sock.setblocking(False)
-        uid = peer_uid(sock)
-        if not trusted(uid, self._config.server.allow):
-            self._refuse(sock, uid)
+        process = peer_process(sock)
+        if not trusted(process.uid, self._config.server.allow):
+            self._refuse(sock, process.uid)
             return
         connection = _Connection(self._next, sock)
+        self.store.sessions.processes[connection.number] = process
         self._next += 1
         self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
@@ -316,7 +317,8 @@ class Server:
             if connection.decoder.frames.unfinished_bytes or connection.outbox_bytes > _SMALL_BYTES:
                 self._shed()
         except ProtocolError as exc:
-            self._said.warn("wrong messages", "connection %d: %s", connection.number, exc)
+            who = self.store.sessions.subject(connection.number)
+            self._said.warn("wrong messages", "%s: %s", who, exc)
             self.store.numbers.add("kvstore_refused", "malformed")
             connection.send(p.Refused(str(exc), retry=False), None)
             with contextlib.suppress(OSError):
@@ -335,8 +337,9 @@ class Server:
             while (total := sum(map(bytes_of, found))) > most:
                 largest = max(found, key=bytes_of)
                 text = f"it has {bytes_of(largest)} bytes of {what}, all have {total}"
-                line = "connection %d dropped: %s, expected up to %d"
-                self._said.warn("connections that take too much", line, largest.number, text, most)
+                line = "%s dropped: %s, expected up to %d"
+                who = self.store.sessions.subject(largest.number)
+                self._said.warn("connections that take too much", line, who, text, most)
                 self.store.numbers.add("kvstore_refused", reason)
                 found.remove(largest)
                 self._part(largest, "protocol", text)
@@ -360,8 +363,8 @@ class Server:
                     self._drop(connection)
                     continue
             if connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:
-                line = "connection %d does not read: dropped"
-                self._said.warn("connections that do not read", line, connection.number)
+                who = self.store.sessions.subject(connection.number)
+                self._said.warn("connections that do not read", "%s does not read: dropped", who)
                 self.store.numbers.add("kvstore_refused", "outbox")
                 self._part(connection, "protocol", "it does not read")
                 continue

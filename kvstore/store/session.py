@@ -18,9 +18,11 @@ import msgspec
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankGeometry, RankLayout
 from kvstore.core.types import BlockKey, Chain, Changes, LeaseId, LookupResult, Slot
+from kvstore.logs import Subject
 from kvstore.store.namespace import Namespace
 from kvstore.wire import engine as p
 from kvstore.wire import framing
+from kvstore.wire.credentials import Process
 
 
 class Phase(enum.Enum):
@@ -90,6 +92,8 @@ class Session(msgspec.Struct, eq=False):
     number: int
     engine: str
     world: int
+    process: Process | None = None  # of the scheduler half, or of a worker before that has come
+    model: str = ""
     phase: Phase = Phase.JOINING
     scheduler: int | None = None
     workers: dict[int, int] = {}  # rank -> connection
@@ -107,6 +111,20 @@ class Session(msgspec.Struct, eq=False):
     asked_bytes: int = 0  # of the hashes of asks
     news: News = msgspec.field(default_factory=News)
 
+    @property
+    def subject(self) -> Subject:
+        """Name the engine for a line of the log."""
+        pid, uid = self.process or (None, None)
+        digest = None if self.namespace is None else self.namespace.layout.digest[:12]
+        return Subject(
+            engine=self.engine, model=self.model, pid=pid or None, uid=uid, namespace=digest
+        )  # fmt: skip
+
+    def part(self, connection: int) -> str:
+        """Name the half of the engine that has a connection."""
+        ranks = [rank for rank, worker in self.workers.items() if worker == connection]
+        return f"worker {ranks[0]}" if ranks else "scheduler"
+
     def connections(self) -> list[int]:
         """List the connections that are open."""
         return [*([] if self.scheduler is None else [self.scheduler]), *self.workers.values()]
@@ -115,7 +133,7 @@ class Session(msgspec.Struct, eq=False):
         """Tell whether this part of the engine is connected."""
         return self.scheduler is not None if role == "scheduler" else rank in self.workers
 
-    def join(self, connection: int, hello: p.Hello) -> None:
+    def join(self, connection: int, hello: p.Hello, process: Process | None = None) -> None:
         """Take in a connection. Raises ProtocolError for one that does not fit."""
         if hello.world != self.world:
             raise ProtocolError(f"world of {hello.world}, the session has {self.world}")
@@ -130,6 +148,10 @@ class Session(msgspec.Struct, eq=False):
             self.readers = self.readers | {hello.rank} if hello.direct else self.readers
         else:
             raise ProtocolError(f"role {hello.role!r}, expected scheduler, or worker with geometry")
+        traits = {} if hello.geometry is None else hello.geometry.traits
+        self.model = hello.model or self.model or traits.get("model", "")
+        if self.process is None or hello.role == "scheduler":
+            self.process = process
 
     @property
     def complete(self) -> bool:

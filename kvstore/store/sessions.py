@@ -13,13 +13,16 @@ import logging
 from kvstore.core import limits
 from kvstore.core.errors import KVStoreError, ProtocolError
 from kvstore.core.layout import slot_layout
-from kvstore.logs import RateLog
+from kvstore.logs import RateLog, Subject
 from kvstore.store.extents import Memory
 from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import Namespaces, StoreContext
 from kvstore.store.session import Phase, Session
+from kvstore.store.sharing import why_alone
+from kvstore.units import sized
 from kvstore.wire import engine as p
+from kvstore.wire.credentials import Process
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +48,21 @@ class Sessions(dict[str, Session]):
         self._namespaces, self._memory, self._lookups = namespaces, memory, lookups
         self._said = RateLog(log)
         self._lives = RateLog(log, lines_max=LIVES_MAX)
+        self.processes: dict[int, Process] = {}  # at the other end of connections
         self._by_connection: dict[int, Session] = {}
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
 
     def of(self, connection: int) -> Session | None:
         """Return the session that a connection is part of."""
         return self._by_connection.get(connection)
+
+    def subject(self, connection: int) -> Subject:
+        """Name who has a connection, for a line of the log."""
+        session = self._by_connection.get(connection)
+        if session is not None:
+            return session.subject
+        pid, uid = self.processes.get(connection, (None, None))
+        return Subject(connection=connection, pid=pid or None, uid=uid)
 
     def was_detached(self, connection: int) -> bool:
         """Tell whether a scheduler's session is gone, which it may not have read yet."""
@@ -86,7 +98,7 @@ class Sessions(dict[str, Session]):
         if early:
             self._send(connection, p.Refused(early, retry=True), None)
             return
-        session.join(connection, hello)
+        session.join(connection, hello, self.processes.get(connection))
         if hello.engine not in self:
             self._next += 1
             self[hello.engine] = session
@@ -110,7 +122,7 @@ class Sessions(dict[str, Session]):
         try:
             namespace = self._find_namespace(session)
         except KVStoreError as exc:
-            self._said.warn("engines refused", "engine %r refused: %s", session.engine, exc)
+            self._said.warn("engines refused", "%s refused: %s", session.subject, exc)
             for connection in session.connections():
                 self._send(connection, p.Refused(str(exc), retry=False), None)
             self.end(session, "refused", str(exc))
@@ -132,10 +144,6 @@ class Sessions(dict[str, Session]):
         if layout.unnamed:
             layout = layout.of_session(session.number)
         namespace = self._namespaces.find(layout)
-        if layout.unnamed:
-            kind = "engines whose blocks have no name"
-            line = "engine %r: its blocks stay in memory, for itself only, until it detaches: %r"
-            self._said.warn(kind, line, session.engine, layout.unnamed)
         session.layouts = layout.ranks  # the namespace may have been made for other ranks
         return namespace
 
@@ -156,12 +164,20 @@ class Sessions(dict[str, Session]):
         peers = None if namespace.layout.unnamed else self._peers
         here = "" if peers is None else peers.channel.address
         digest = namespace.layout.digest
-        welcome = p.Welcome(session.number, digest, side_channel=here, defer_ms=defer_ms)
+        warning = why_alone(namespace, self._namespaces.values())
+        welcome = p.Welcome(
+            session.number, digest, side_channel=here, defer_ms=defer_ms, warning=warning
+        )
         if scheduler is not None:
             self._send(scheduler, welcome, None)
         self.send_block_versions(session, namespace)
-        line = "engine %r attached, session %d"
-        self._lives.info("engines attached", line, session.engine, session.number)
+        line = "%s attached: %d rank%s, blocks of %s tokens, %s"
+        tokens, size = namespace.layout.traits["block tokens"], sized(namespace.layout.slot_bytes)
+        plural = "s" * (session.world > 1)
+        shape = session.world, plural, tokens, size
+        self._lives.info("engines attached", line, session.subject, *shape)
+        if warning:
+            self._lives.warn("engines that share nothing", "%s %s", session.subject, warning)
 
     def send_block_versions(self, session: Session, namespace: Namespace) -> None:
         """Give an active scheduler half the memory for its blocks' versions, once."""
@@ -180,8 +196,15 @@ class Sessions(dict[str, Session]):
         else:
             self.end(session, reason, text)
 
-    def end(self, session: Session, reason: str, text: str) -> None:
-        """Tell all parts of an engine to detach, once."""
+    def leave(self, connection: int, reason: str) -> None:
+        """A part of an engine is about to close its connection; reason: its fault, "" for none."""
+        session = self._by_connection.get(connection)
+        if session is not None:
+            text = f"its {session.part(connection)} closes the session: {reason}"
+            self.end(session, "left", text if reason else "the engine ends", calm=not reason)
+
+    def end(self, session: Session, reason: str, text: str, *, calm: bool = False) -> None:
+        """Tell all parts of an engine to detach, once. calm: it is no reason for a warning."""
         if session.phase is Phase.ENDING:
             return
         session.phase = Phase.ENDING
@@ -193,22 +216,27 @@ class Sessions(dict[str, Session]):
             if self._peers is not None:
                 self._peers.engine_writes.leave(session.number)
         self._numbers.add("kvstore_sessions_ended", reason)
+        if reason != "refused":  # that has a line of its own
+            say = self._lives.info if calm else self._lives.warn
+            say("engines detached", "%s detached: %s", session.subject, text)
         for connection in session.connections():
-            self._send(connection, p.Detach(text), None)
+            self._send(connection, p.Detach(text[: limits.TEXT_MAX]), None)
 
     def closed(self, connection: int, now_ns: int) -> None:
         """A connection is gone: its session ends, and with the last worker its slots come back."""
         self._ended.discard(connection)
+        process = self.processes.pop(connection, None)
         session = self._by_connection.pop(connection, None)
         if session is None:
             return
+        part = session.part(connection) + (f" (pid {process.pid})" if process else "")
         if session.scheduler == connection:
             session.scheduler = None
         session.workers = {r: c for r, c in session.workers.items() if c != connection}
         if session.namespace is not None:
             with self._barrier.around(f"the end of connection {connection}"):
                 self._memory.forget(session.namespace, connection)
-        self.end(session, "closed", "another connection of this engine closed")
+        self.end(session, "died", f"its {part} closed without a goodbye: killed, or crashed")
         if not session.workers:
             self._bury(session, now_ns)
 
@@ -233,8 +261,6 @@ class Sessions(dict[str, Session]):
             self._lookups.end_lease(session, namespace, lease_id)
         if namespace.layout.unnamed:
             namespace.manager.clear()  # nothing can ask for them any more
-        line = "engine %r detached, session %d"
-        self._lives.info("engines detached", line, session.engine, session.number)
 
     def tick(self) -> None:
         """Say how many lines were left out of the log."""

@@ -17,7 +17,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.types import BlockKey, Changes, LeaseId, Slot, StoreOutcome
 from kvstore.handover.jobs import check_ranks
 from kvstore.handover.peers import EXPORTER, Peers
-from kvstore.logs import RateLog
+from kvstore.logs import RateLog, set_level
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
 from kvstore.store.extents import Memory
 from kvstore.store.gauges import count_step, disk_gauges, gauges, plugin_gauges, resize
@@ -103,17 +103,20 @@ class Store:
                 self.sessions.hello(connection, message, now_ns)
             elif isinstance(message, p.Query):
                 self._query(connection, message)
+            elif isinstance(message, p.Detach):
+                self.sessions.leave(connection, message.reason)
             elif session is None:
                 raise ProtocolError(f"{type(message).__name__} before Hello")
             else:
                 self._dispatch(session, connection, message)
         except ProtocolError as exc:
-            self._said.warn("wrong messages of engines", "connection %d: %s", connection, exc)
+            who = self.sessions.subject(connection)
+            self._said.warn("wrong messages of engines", "%s: %s", who, exc)
             self.numbers.add("kvstore_refused", "protocol")
             self.sessions.turn_away(connection, "protocol", str(exc))
         except Exception:  # noqa: BLE001 - the barrier of a connection: a bug costs no other
             what = f"a bug of the store in {type(message).__name__}"
-            self._said.bug("bugs of the store", "connection %d: %s", connection, what)
+            self._said.bug("bugs of the store", "%s: %s", self.sessions.subject(connection), what)
             self.numbers.add("kvstore_refused", "internal")
             self.sessions.turn_away(connection, "internal", what)
 
@@ -345,8 +348,10 @@ class Store:
             return
         if query.what == "resize":
             resize(self._disk, query)
+        elif query.what == "log-level":
+            set_level(query.level)
         elif query.what != "stats":
-            raise ProtocolError(f"query {query.what!r}, expected stats, clear or resize")
+            raise ProtocolError(f"query {query.what!r}, expected stats, clear, resize or log-level")
         self._report(connection)
 
     def _report(self, connection: int) -> None:
@@ -369,7 +374,7 @@ class Store:
     def end_sessions(self) -> None:
         """Tell every engine that the store is shutting down."""
         for session in self.sessions.values():
-            self.sessions.end(session, "shutdown", "the store is shutting down")
+            self.sessions.end(session, "shutdown", "the store is shutting down", calm=True)
 
 
 def _named(namespace: Namespace) -> str:

@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.units import shown, wrong
@@ -28,11 +28,18 @@ class OtherUserError(KVStoreError):
     """A user listens there whom nobody has named."""
 
 
-def peer_uid(sock: socket.socket) -> int:
-    """Return the effective user at the other end: who connected, or who listened there."""
+class Process(NamedTuple):
+    """The process at the other end of a socket; pid 0: of another container, not seen from ours."""
+
+    pid: int
+    uid: int
+
+
+def peer_process(sock: socket.socket) -> Process:
+    """Return who connected, or who listened there; the user is the effective one."""
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(found)[1]
-    return uid & 0xFFFFFFFF
+    pid, uid, _ = _CREDENTIALS.unpack(found)
+    return Process(pid, uid & 0xFFFFFFFF)
 
 
 def trusted(uid: int, named: Collection[int]) -> bool:
@@ -58,7 +65,7 @@ def connect(path: str, timeout_s: float, user: int | None = None) -> socket.sock
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"no answer within {timeout_s:g} s") from None
                 time.sleep(_AGAIN_S)
-        uid, named = peer_uid(sock), () if user is None else (user,)
+        uid, named = peer_process(sock).uid, () if user is None else (user,)
         if not trusted(uid, named):
             expected = " or ".join(map(str, sorted({os.geteuid(), 0, *named})))
             raise OtherUserError(f"uid {uid} listens at {path}, expected uid {expected}")

@@ -36,7 +36,7 @@ class Hello(Message, frozen=True):
     """First message of every connection. engine names the session; uid is checked by the OS.
 
     direct: this worker can read a peer's slots into its engine's memory. events: the scheduler half
-    wants to hear of what is on disk, too.
+    wants to hear of what is on disk, too. model: as the engine's users call it, for people to read.
     """
 
     version: Number
@@ -48,6 +48,7 @@ class Hello(Message, frozen=True):
     geometry: RankGeometry | None = None  # workers
     direct: bool = False
     events: bool = False
+    model: Name = ""  # scheduler half
 
 
 class Lookup(msgspec.Struct, frozen=True, array_like=True):
@@ -218,11 +219,12 @@ class BlocksWritten(Message, frozen=True):
 
 
 class Query(Message, frozen=True):
-    """Admin: "stats", "clear", or "resize" with a tier and its new capacity."""
+    """Admin: "stats", "clear", "resize" with a tier and its new capacity, "log-level" with one."""
 
     what: Name
     tier: Name = ""
     capacity_bytes: Count = 0
+    level: Name = ""
 
 
 # Store to engine
@@ -235,7 +237,8 @@ class Welcome(Message, frozen=True):
     how long a load may wait for slots that are coming without an arrival, and in all. devices:
     those to read from peers with, as UCX names them.
     The scheduler half is once they have mapped the memory. side_channel: host:port where other
-    stores ask this one. defer_ms: how long a lookup may wait for blocks that are pending.
+    stores ask this one. defer_ms: how long a lookup may wait for blocks that are pending. warning:
+    for the engine's log, such as why it shares no blocks with others of its model.
     """
 
     session: int
@@ -246,6 +249,7 @@ class Welcome(Message, frozen=True):
     devices: str = ""
     side_channel: str = ""
     defer_ms: int = 0
+    warning: Text = ""
 
 
 class Refused(Message, frozen=True):
@@ -385,9 +389,12 @@ class BlockVersions(Message, frozen=True):
 
 
 class Detach(Message, frozen=True):
-    """The session is over: finish copies, close, connect again."""
+    """The session is over: finish copies, close, connect again.
 
-    reason: str
+    Of an engine: this part of it closes the connection; reason "": it ends in order.
+    """
+
+    reason: Text
 
 
 class Report(Message, frozen=True):
@@ -397,7 +404,7 @@ class Report(Message, frozen=True):
 
 
 ToStore = (Hello | Step | Mapped | Stored | Loading | Loaded) | (
-    Arrived | Target | Serves | BlocksWritten | Query
+    Arrived | Target | Serves | BlocksWritten | Query | Detach
 )
 ToWorker = Extent | Coming | Places | Passed | WriteBlocks
 ToEngine = ToWorker | Welcome | Refused | Answers | BlockVersions | Detach | Report

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -42,12 +42,13 @@ class StoreProcess:
         module: str = PRODUCT,
         environment: Mapping[str, str] | None = None,
         scraped: bool = True,
+        options: Sequence[str] = (),
     ) -> None:
         """capacity: of the CPU tier, as in the file; settings: more sections of the file.
 
         module: has the command line, which tests change (one of theirs is found in the working
         folder, where the product looks for nothing); environment: added to ours. scraped: it has
-        a metrics endpoint, which takes half a second to end.
+        a metrics endpoint, which takes half a second to end. options: of the command.
         """
         self.config_path = folder / "kvstore.toml"
         self.log_path = folder / "store.log"
@@ -58,7 +59,7 @@ class StoreProcess:
             f'[server]\nsocket = "{self.address}"\nmetrics = "{metrics}"\n\n'
             f'[cpu]\ncapacity = "{capacity}"\n{settings}'
         )
-        self._module = module
+        self._module, self._options = module, options
         self._environment = os.environ | (environment or {})
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -72,6 +73,7 @@ class StoreProcess:
             "serve",
             "--config",
             str(self.config_path),
+            *self._options,
         ]
         with self.log_path.open("wb") as sink:
             # A session of its own: Ctrl-C reaches our process, which then stops it in order.

@@ -85,7 +85,7 @@ class Wire:
     def take_fd(self) -> int:
         return self._lookups.fds.pop(0)
 
-    def close(self) -> None:
+    def close(self, _fault: str = "") -> None:
         self.closed = True
 
 
@@ -112,6 +112,7 @@ class Script:
         self.on_its_way: list[framing.Message] = []  # arrives when somebody waits
         self.fds: list[int] = []
         self.cut = False
+        self.warning = ""  # of a welcome
         self.waiting_bytes = 0  # that the store has not read
         self._session = 0
         self._wanted = self.welcomes = False
@@ -135,7 +136,7 @@ class Script:
             return None
         self._wanted = self.welcomes = False
         self._session += 1
-        return Wire(self), p.Welcome(self._session, defer_ms=100)
+        return Wire(self), p.Welcome(self._session, defer_ms=100, warning=self.warning)
 
     def close(self) -> None:
         self._wanted = False

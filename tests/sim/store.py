@@ -101,8 +101,10 @@ class Wire:
     def take_fd(self) -> int:
         raise AssertionError("no engine here is read by peers")
 
-    def close(self) -> None:
+    def close(self, fault: str = "") -> None:
         if self.open:
+            if not self.lost:
+                self.send(p.Detach(fault))
             self.open = False
             self.up.append((self._net.due(self.up), None))
 
