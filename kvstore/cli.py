@@ -117,8 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     resize = add("resize", "change the disk capacity of a running store", example)
     resize.add_argument("tier", choices=["nvme"], help="the tier to resize")
     resize.add_argument("capacity", help='the new capacity, such as "500GiB"')
+    example = f"kvstore reload --store {_SOCKET}"
+    reload = add("reload", "have a running store read its configuration again", example)
+    reload.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
     user = "name or number of the user that runs the store (default: yourself or root)"
-    for command in (stats, clear, resize):
+    for command in (stats, clear, resize, reload):
         place = f"the store's socket, such as {_SOCKET}, or engine:ID for an engine's private one"
         command.add_argument("--store", required=True, help=place)
         command.add_argument("--user", type=_user, help=user)
@@ -157,14 +160,15 @@ def _print_json(value: object) -> None:
 
 def _serve(chosen: argparse.Namespace) -> int:
     from kvstore.check import require
-    from kvstore.config import load
+    from kvstore.config import ConfigFile, of_text, text_of
     from kvstore.listener import listen
     from kvstore.logs import log_to_stderr
     from kvstore.memory_limits import MARGIN_BYTES, memory_left
     from kvstore.store.server import serve
     from kvstore.units import sized
 
-    config = load(chosen.config)
+    text = text_of(chosen.config)
+    config = of_text(text, chosen.config)
     require(config)
     log_to_stderr("%(asctime)s %(levelname)s %(message)s")
     listener = listen(config.server.socket, shared=bool(config.server.allow))
@@ -176,7 +180,7 @@ def _serve(chosen: argparse.Namespace) -> int:
             "only %s of memory are available now (%s): the cpu tier stops growing at %s",
             sized(available.bytes), available.of, sized(MARGIN_BYTES),
         )  # fmt: skip
-    serve(config, listener)
+    serve(config, listener, source=ConfigFile.of(chosen.config, text))
     log.info("stopped")
     return 0
 
@@ -332,6 +336,20 @@ def _resize(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _reload(chosen: argparse.Namespace) -> int:
+    from kvstore.store import admin
+
+    found = admin.reload(chosen.store, user=chosen.user)
+    if chosen.json:
+        _print_json(found.differing)
+        return 0
+    for difference in found.differing:
+        print(difference.text)
+    if not found.differing:
+        print("nothing differs from the file")
+    return 0
+
+
 def _keygen(chosen: argparse.Namespace) -> int:
     from kvstore.handover.cluster_key import ClusterKey
 
@@ -342,7 +360,7 @@ def _keygen(chosen: argparse.Namespace) -> int:
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve, "check": _check, "stats": _stats, "clear": _clear,
-    "resize": _resize, "fsck": _fsck, "keygen": _keygen,
+    "resize": _resize, "reload": _reload, "fsck": _fsck, "keygen": _keygen,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -120,7 +120,8 @@ TABLE = (
     Spec("kvstore_tier_slots", "gauge",
          "Slots of a namespace on disk, by state: free, used.", ("tier", "namespace", "state")),
     Spec("kvstore_slots", "gauge",
-         "Slots of a namespace in CPU memory, by state: free, granted, used.",
+         "Slots of a namespace in CPU memory, by state: free, granted, used, retiring (in use in"
+         " memory that is to be given back).",
          ("namespace", "state")),
     Spec("kvstore_leases", "gauge",
          "Answered lookups whose blocks are pinned now.", ("namespace",)),

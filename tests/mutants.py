@@ -243,7 +243,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         (
             "request_leases -k S2_no_more",
-            "if self.held_bytes + lease.slot_bytes <= self._held_bytes_max:",
+            "if self.held_bytes + lease.slot_bytes <= self.held_bytes_max:",
             "if True:",
         ),
     ),
@@ -264,7 +264,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if disk is not None:",
         ),
         ("turns -k asks_nothing", "(peers_due or peers.busy)", "True"),
-        ("doors -k S1", "if not trusted(uid, self._config.server.allow):"),
+        ("doors -k S1", "if not trusted(uid, self.store.settings.running.server.allow):"),
     ),
     "kvstore/store/extents.py": (
         ("turns -k S4_a_namespace_wakes_when_its_memory", "self._wake(donor)"),

@@ -114,6 +114,11 @@ class Tiering:
         self._staged: list[tuple[Any, bool]] = []
         self._next_job = 1
 
+    def limit_backlogs(self, backlog_ns: Mapping[str, int]) -> None:
+        """Change how long blocks may wait for a tier, by its name."""
+        for name, backlog in self._backlogs.items():
+            backlog.limit_ns = backlog_ns.get(name, backlog.limit_ns)
+
     def tell(self) -> None:
         """Have the tiers that can note what enters and leaves them."""
         self._told = True

@@ -91,7 +91,7 @@ class Peers:
         self.requests = Requests(
             self.producer.request_leases, mover.exporter.wake, self.links, self.channel.refusal
         )
-        self._mover, self._waits = mover, waits
+        self._mover, self.waits = mover, waits
         self._namespaces: Mapping[str, Source] = {}
         self._numbers = Numbers()
         self._counts: Counter[str] = Counter()
@@ -129,7 +129,7 @@ class Peers:
         digest = namespace.layout.digest
         if digest not in self._inlets:
             self._inlets[digest] = Consumer(
-                self.links, namespace, self._mover, self._to_worker, self.fetched, self._waits
+                self.links, namespace, self._mover, self._to_worker, self.fetched, self.waits
             )
         return self._inlets[digest]
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import msgspec
 
-from kvstore.config import parse_socket
-from kvstore.core.errors import KVStoreError, ProtocolError
+from kvstore.config import ConfigFile, parse_socket
+from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.launch import address_of
 from kvstore.metrics import TABLE
+from kvstore.store.live_settings import Reloaded
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.credentials import OtherUserError, connect
@@ -72,6 +73,21 @@ def resize(
             return
         time.sleep(_LOOK_S)
         rows = stats(address, user=user)
+
+
+def reload(address: str, user: int | None = None) -> Reloaded:
+    """Have the store read its file of settings again. Raises ConfigError for a wrong file."""
+    body = _ask(address, p.Query("reload"), TIMEOUT_S, user)
+    found = msgspec.json.decode(body, type=Reloaded)
+    if found.error:
+        raise ConfigError(f"nothing has changed: {found.error}")
+    return found
+
+
+def source(address: str, user: int | None = None) -> ConfigFile | None:
+    """Name the file of settings of a store; None: it has none."""
+    body = _ask(address, p.Query("source"), TIMEOUT_S, user)
+    return msgspec.json.decode(body, type=ConfigFile | None)
 
 
 def _ask(address: str, query: p.Query, timeout_s: float, user: int | None) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 
+from kvstore.config import EngineConfig
 from kvstore.core import limits
 from kvstore.core.errors import KVStoreError, ProtocolError
 from kvstore.core.layout import slot_layout
@@ -47,6 +48,10 @@ class Sessions(dict[str, Session]):
         self._lives = RateLog(log, lines_max=LIVES_MAX)
         self._by_connection: dict[int, Session] = {}
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
+
+    def use(self, engine: EngineConfig) -> None:
+        """Have other limits for engines that join from now on."""
+        self._engine = engine
 
     def of(self, connection: int) -> Session | None:
         """Return the session that a connection is part of."""
