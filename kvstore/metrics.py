@@ -98,7 +98,7 @@ TABLE = (
          "Engine sessions that became active."),
     Spec("kvstore_sessions_ended", "counter",
          "Engine sessions that ended, by reason.",
-         ("reason",), ("closed", "protocol", "memory", "refused", "shutdown", "internal")),
+         ("reason",), ("closed", "protocol", "memory", "refused", "drain", "shutdown", "internal")),
     Spec("kvstore_refused", "counter",
          "Connections and messages refused, by reason.",
          ("reason",), ("protocol", "malformed", "outbox", "input", "internal", "user")),

@@ -92,7 +92,7 @@ def test_Q21_what_can_change_does_while_engines_are_attached(reloads: Reloads) -
         assert server._pool.capacity_bytes == 64 << 20
         assert server._disk is not None
         assert server._disk.capacity_bytes == 256 << 20
-        assert {n: b.limit_ns for n, b in namespace.tiering._backlogs.items()} == {
+        assert {n: b.limit_ns for n, b in namespace.tiering.backlogs.items()} == {
             "nvme": 3 * 10**9,
             "shelf": 4 * 10**9,
         }

@@ -15,7 +15,7 @@ Every job ends in exactly one result, which unpins or releases all its slots.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -56,6 +56,10 @@ class Found(NamedTuple):
     first: int
     end: int
     tier: Tier
+
+
+_MISSING = (LookupResult.MISS,)
+_MAYBE_MISSING = (LookupResult.MISS, LookupResult.RETRY)
 
 
 class _Open(msgspec.Struct, eq=False):
@@ -101,7 +105,7 @@ class Tiering:
         self._slot_bytes = slot_bytes
         self._now_ns = 0
         limits = backlog_ns or {}
-        self._backlogs = {t.name: Backlog(limits.get(t.name, _BACKLOG_NS)) for t in tiers}
+        self.backlogs = {t.name: Backlog(limits.get(t.name, _BACKLOG_NS)) for t in tiers}
         self._budgets = {t.name: (budgets or {}).get(t.name) or WriteBudget(None) for t in tiers}
         # Keys, and whether what the tier lacks above them is wanted, too.
         self._queues: dict[str, deque[tuple[BlockKey, bool]]] = {t.name: deque() for t in tiers}
@@ -113,11 +117,6 @@ class Tiering:
         self._coming: dict[BlockKey, _Open] = {}
         self._staged: list[tuple[Any, bool]] = []
         self._next_job = 1
-
-    def limit_backlogs(self, backlog_ns: Mapping[str, int]) -> None:
-        """Change how long blocks may wait for a tier, by its name."""
-        for name, backlog in self._backlogs.items():
-            backlog.limit_ns = backlog_ns.get(name, backlog.limit_ns)
 
     def tell(self) -> None:
         """Have the tiers that can note what enters and leaves them."""
@@ -160,18 +159,25 @@ class Tiering:
 
     def _enqueue(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
         queue = self._queues[tier.name]
-        room = max(0, self._backlogs[tier.name].blocks_max - len(queue))
+        room = max(0, self.backlogs[tier.name].blocks_max - len(queue))
         queue.extend((key, True) for key in keys[:room])
         self.counts[tier.name, "skipped"] += len(keys[room:])
 
     def enqueue_all(self) -> None:
         """Queue whatever memory has and a tier lacks; for a store that ends."""
-        for tier in self.tiers:
-            entries = [entry for entry in self._manager.index if entry.state is State.READY]
-            lacking = (e.key for e in entries if tier.lookup(e.key) is LookupResult.MISS)
-            queue = self._queues[tier.name]
+        for queue in self._queues.values():
             queue.clear()
-            queue.extend((key, True) for key in lacking)
+        for part in self._manager.index.parts():
+            self.enqueue_lacking(part, _MISSING)
+
+    def enqueue_lacking(
+        self, entries: Sequence[Entry], states: Collection[LookupResult] = _MAYBE_MISSING
+    ) -> None:
+        """Queue what memory has of these, where a tier answers one of these states for it."""
+        ready = [entry.key for entry in entries if entry.state is State.READY]
+        for tier in self.tiers:
+            lacking = (key for key in ready if tier.lookup(key) in states)
+            self._queues[tier.name].extend((key, True) for key in lacking)
             self._pump(tier)
 
     def _pump(self, tier: Tier) -> None:
@@ -368,7 +374,7 @@ class Tiering:
                 self._finish(result)
         for tier in self.tiers:
             name, busy = tier.name, tier in storing
-            self._backlogs[name].measure(self._stored.pop(name, 0), now_ns, busy=busy)
+            self.backlogs[name].measure(self._stored.pop(name, 0), now_ns, busy=busy)
             if self._queues[name]:
                 self._pump(tier)
 

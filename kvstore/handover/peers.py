@@ -101,6 +101,7 @@ class Peers:
         self._now_ns = 0
         self._said = RateLog(log)
         self._barrier = Barrier(self._said, lambda: self._counts.update(internal=1))
+        self.refuses = ""  # peers that have not said Hello yet, and why
         self.off = False  # nothing is handed over any more
         self._off: set[str] = set()  # namespaces that nothing is fetched for any more
         self._closed = False
@@ -215,6 +216,10 @@ class Peers:
             return
         if link is not None:
             self._on_answer(number, link, message)
+            return
+        if isinstance(message, m.Hello) and self.refuses:
+            self._counts["refused"] += 1
+            self.channel.send(number, m.Refused(self.refuses, retry=True))
             return
         if isinstance(message, m.Land) and message.metadata:
             self._agents.update(number, message.metadata)

@@ -17,7 +17,8 @@ import msgspec
 from kvstore.config import ConfigFile, parse_socket
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.launch import address_of
-from kvstore.metrics import TABLE
+from kvstore.metrics import MEMORY, TABLE
+from kvstore.store.drain import DRAIN, Drained
 from kvstore.store.live_settings import Reloaded
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -59,16 +60,18 @@ def clear(address: str, timeout_s: float = CLEAR_S, user: int | None = None) -> 
 
 def resize(
     address: str, tier: str, capacity_bytes: int, user: int | None = None
-) -> Iterator[tuple[int, int]]:
-    """Change a tier's cap; yield its bytes and its cap until the first is within the second.
+) -> Iterator[tuple[int, int, int]]:
+    """Change a tier's cap; yield its bytes, its cap, and slots that keep it from giving back more.
 
-    Raises StoreUnreachable, or StoreRefused when there is no such tier or it can't be so small.
+    It ends once the tier is within its cap. Raises StoreUnreachable, or StoreRefused when there is
+    no such tier or it can't be so small.
     """
     rows = _stats_of(_ask(address, p.Query("resize", tier, capacity_bytes), TIMEOUT_S, user))
     while True:
         found = {stat.name: int(stat.value) for stat in rows if stat.labels.get("tier") == tier}
         used, cap = found["kvstore_memory_bytes"], found["kvstore_capacity_bytes"]
-        yield used, cap
+        held = (s.value for s in rows if s.labels.get("state") == "retiring" and tier == MEMORY)
+        yield used, cap, int(sum(held))
         if used <= cap:
             return
         time.sleep(_LOOK_S)
@@ -82,6 +85,17 @@ def reload(address: str, user: int | None = None) -> Reloaded:
     if found.error:
         raise ConfigError(f"nothing has changed: {found.error}")
     return found
+
+
+def drain(address: str, what: str = DRAIN, user: int | None = None) -> Iterator[Drained]:
+    """Drain a store, or cancel that; yield how far it is until it is done."""
+    while True:
+        found = msgspec.json.decode(_ask(address, p.Query(what), TIMEOUT_S, user), type=Drained)
+        yield found
+        if found.done or not found.draining:
+            return
+        what = DRAIN
+        time.sleep(_LOOK_S)
 
 
 def source(address: str, user: int | None = None) -> ConfigFile | None:

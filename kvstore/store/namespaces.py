@@ -65,7 +65,8 @@ class Namespaces(dict[str, Namespace]):
         if len(set(budgets)) > 1:
             self._budgets[NVME].change(budgets[1])
         for namespace in self.values():
-            namespace.tiering.limit_backlogs(self._backlog_ns)
+            for name, backlog in namespace.tiering.backlogs.items():
+                backlog.limit_ns = self._backlog_ns.get(name, backlog.limit_ns)
 
     def find(self, layout: SlotLayout) -> Namespace:
         """Return the namespace of a layout, a new one if need be.

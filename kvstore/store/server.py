@@ -390,6 +390,8 @@ class Server:
         connection = self._connections.get(number)
         if connection is not None:
             connection.send(message, fd)
+            if isinstance(message, p.Detach) and not self.store.sessions.may_write(number):
+                connection.refused = True  # an idle scheduler half reads nothing, but sees an end
 
     def _flush(self) -> None:
         reads = selectors.EVENT_READ

@@ -44,6 +44,7 @@ class Sessions(dict[str, Session]):
         self._send, self._peers, self._barrier = context.send, context.peers, context.barrier
         self._next = first
         self._namespaces, self._memory, self._lookups = namespaces, memory, lookups
+        self.refuses = ""  # engines that have no session yet, and why
         self._said = RateLog(log)
         self._lives = RateLog(log, lines_max=LIVES_MAX)
         self._by_connection: dict[int, Session] = {}
@@ -80,9 +81,9 @@ class Sessions(dict[str, Session]):
             raise ProtocolError("a second Hello")
         self._check_layers(hello)
         session = self.get(hello.engine)
+        early = self.refuses if session is None else ""
         if session is None:
             session = Session(self._next, hello.engine, hello.world)
-        early = ""
         if session.phase is Phase.ENDING:
             early = "the engine's last session is ending"
         elif session.taken(hello.role, hello.rank):

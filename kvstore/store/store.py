@@ -19,6 +19,7 @@ from kvstore.handover.jobs import check_ranks
 from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.logs import RateLog
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
+from kvstore.store.drain import DRAIN, DRAIN_CANCEL, DRAIN_NOW, REFUSAL, Drain
 from kvstore.store.extents import Memory
 from kvstore.store.gauges import count_step, disk_gauges, gauges, plugin_gauges
 from kvstore.store.live_settings import LiveSettings
@@ -36,7 +37,8 @@ from tiers.nvme import NvmeDisk
 log = logging.getLogger(__name__)
 
 BUG = "a bug of the store"
-QUERIES = ("stats", "clear", "resize", "reload", "source")
+DRAINS = DRAIN, DRAIN_NOW, DRAIN_CANCEL
+QUERIES = ("stats", "clear", "resize", "reload", "source", *DRAINS)
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
 
 OfPeers = p.Arrived | p.Target | p.BlocksWritten | p.Serves
@@ -84,6 +86,8 @@ class Store:
         self.sessions = Sessions(
             context, first_session, self.namespaces, self._memory, self._lookups
         )
+        self.drain = Drain(self.namespaces, self.sessions, self.numbers.moved)
+        self._around_drain = self._barrier.around("a drain", lambda: self._drain(DRAIN_CANCEL))
         self._peers = peers
         if peers is not None:
             peers.serve(self.namespaces, self.numbers, send)
@@ -189,6 +193,8 @@ class Store:
         self._barrier.each(visited, self._tick_namespace, self._give_up, _named)
         sessions = [s for s in self.sessions.values() if s.phase is not Phase.ENDING]
         self._barrier.each(sessions, self._tick_session, self._end_of_bug, _turns_of)
+        with self._around_drain:
+            self.drain.tick()
         if self._clearing and not any(n.manager.clearing for n in self.namespaces.awake):
             waiting, self._clearing = self._clearing, []
             for connection in waiting:
@@ -224,7 +230,7 @@ class Store:
     @property
     def busy(self) -> bool:
         """Tell whether something is under way that no message will announce."""
-        if self._memory.emptying:
+        if self._memory.emptying or self.drain.looking:
             return True
         for session in self.sessions.values():
             if session.asks:  # for a deadline, say
@@ -364,6 +370,10 @@ class Store:
                 self._disk.clear()
             self._clearing.append(connection)  # it hears when all slots are free
             return
+        if query.what in DRAINS:
+            self._drain(query.what)
+            self._send(connection, p.Report(msgspec.json.encode(self.drain.state())), None)
+            return
         if query.what == "reload":
             self.reload(connection)
             return
@@ -378,6 +388,23 @@ class Store:
         elif query.what != "stats":
             raise ProtocolError(f"query {query.what!r}, expected one of {', '.join(QUERIES)}")
         self._report(connection)
+
+    def _drain(self, what: str) -> None:
+        if what == DRAIN_CANCEL:
+            self.drain.cancel()
+        else:
+            self.drain.start()
+        self.sessions.refuses = REFUSAL if self.drain.active else ""
+        if self._peers is not None:
+            self._peers.refuses = self.sessions.refuses
+        if what == DRAIN_NOW:
+            for session in self.sessions.values():
+                self.sessions.end(session, "drain", REFUSAL)
+
+    @property
+    def draining(self) -> bool:
+        """Tell whether new engines and peers are refused."""
+        return self.drain.active
 
     def _report(self, connection: int) -> None:
         self.refresh_gauges()
