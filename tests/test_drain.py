@@ -14,9 +14,11 @@ from kvstore import cli
 from kvstore.config import Config
 from kvstore.store import admin, drain
 from kvstore.wire import engine as p
+from kvstore.wire import peer as m
 from tests.harness.fakes import geometry
 from tests.harness.live import LiveStore, client, engine, eventually, store_settings
 from tests.harness.script import hashes
+from tests.test_peer_limits import Place, wanted
 
 FRUGAL = "24B"  # a day: nearly nothing is written but when a store ends, or drains
 
@@ -59,6 +61,25 @@ def test_Q24_new_engines_are_refused_with_a_reason_and_attached_ones_go_on(confi
         assert not store.server.store.draining
         with engine(store, "new") as new:
             assert len(new.read(new.ask(hashes(3)))) == 3
+
+
+def test_Q24_new_peers_are_refused_and_those_that_are_there_go_on() -> None:
+    place = Place()
+    say = place.caller(place.hello("before"))
+    place.turns(5)
+    place.heard.clear()
+    place.prefill.say(place.prefill.connect(), p.Query(drain.DRAIN))
+    say(wanted([b"%032d" % 1]))
+    place.caller(place.hello("after"))
+    place.turns(5)
+    (refused,) = (message for message in place.heard if isinstance(message, m.Refused))
+    assert (refused.reason, refused.retry) == (drain.REFUSAL, True)
+    assert any(isinstance(message, m.Offer) for message in place.heard), "the first is answered"
+    place.prefill.say(place.prefill.connect(), p.Query(drain.DRAIN_CANCEL))
+    place.heard.clear()
+    place.caller(place.hello("later"))
+    place.turns(5)
+    assert any(isinstance(message, m.Welcome) for message in place.heard)
 
 
 def test_Q24_now_parts_the_engines(config: Config) -> None:

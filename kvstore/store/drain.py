@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REFUSAL = "the store is draining: it takes no engine and no peer that is not there yet"
-DRAIN, DRAIN_NOW, DRAIN_CANCEL = "drain", "drain now", "drain cancel"  # as queries name them
+DRAINS = DRAIN, DRAIN_NOW, DRAIN_CANCEL = "drain", "drain now", "drain cancel"  # of queries
 _LOOK_MAX = 2048  # blocks in one turn
 
 

@@ -19,7 +19,7 @@ from kvstore.handover.jobs import check_ranks
 from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.logs import RateLog
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
-from kvstore.store.drain import DRAIN, DRAIN_CANCEL, DRAIN_NOW, REFUSAL, Drain
+from kvstore.store.drain import DRAIN_CANCEL, DRAIN_NOW, DRAINS, REFUSAL, Drain
 from kvstore.store.extents import Memory
 from kvstore.store.gauges import count_step, disk_gauges, gauges, plugin_gauges
 from kvstore.store.live_settings import LiveSettings
@@ -37,7 +37,6 @@ from tiers.nvme import NvmeDisk
 log = logging.getLogger(__name__)
 
 BUG = "a bug of the store"
-DRAINS = DRAIN, DRAIN_NOW, DRAIN_CANCEL
 QUERIES = ("stats", "clear", "resize", "reload", "source", *DRAINS)
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
 

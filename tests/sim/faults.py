@@ -15,6 +15,7 @@ import msgspec
 
 from connectors.request_state import Phase as Asking
 from kvstore.core.index import State
+from kvstore.store import drain
 from kvstore.store.session import Phase
 from kvstore.wire import engine as p
 from tests.sim.host import Host
@@ -165,6 +166,11 @@ def _reload(world: World, _: Host, rng: random.Random) -> bool:
     return True
 
 
+def _drain(world: World, _: Host, rng: random.Random) -> bool:
+    """An operator drains the store, or takes that back."""
+    return world.query(rng.choice(drain.DRAINS))
+
+
 def _damage(world: World, _: Host, rng: random.Random) -> bool:
     """A block in memory turns out damaged, as a reader's report says: one in use, if any is."""
     ready = [(n, e) for n in world.namespaces() for e in n.manager.index if e.state is State.READY]
@@ -199,12 +205,13 @@ FAULTS: dict[str, Callable[[World, Host, random.Random], bool]] = {
     "clear": _clear,
     "resize": _resize,
     "reload": _reload,
+    "drain": _drain,
     "damage": _damage,
     "reset": _reset,
 }
 BETWEEN_STEPS = ("engine", "reset")  # done by who takes the steps
 KINDS = tuple(FAULTS)
-_OF_STORE = ("kill", "down", "freeze", "memory", "clear", "damage", "resize", "reload")
+_OF_STORE = ("kill", "down", "freeze", "memory", "clear", "damage", "resize", "reload", "drain")
 _OF_DISK = ("disk freezes", "disk fails", "disk fills", "disk lies")
 IMPOSSIBLE: dict[tuple[str, str], str] = {
     **{(fault, "no store"): "there is nothing to hit" for fault in (*_OF_STORE, *_OF_DISK)},

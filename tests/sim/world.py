@@ -23,6 +23,7 @@ from kvstore.config import Config, CpuConfig, EngineConfig, ServerConfig, TierCo
 from kvstore.core.index import State
 from kvstore.core.tier import SlotMemory, Tier, TierContext
 from kvstore.core.types import BlockKey
+from kvstore.store import drain
 from kvstore.store.namespace import Namespace
 from kvstore.store.session import Session
 from kvstore.store.store import Store
@@ -262,10 +263,13 @@ class World:
 
     def resize(self, extents: int) -> bool:
         """An operator gives memory a cap of so many extents."""
+        return self.query("resize", "cpu", extents * self.pool.extent_bytes)
+
+    def query(self, *what: str | int) -> bool:
+        """An operator asks for something, if there is a store."""
         if self.net.store is None:
             return False
-        size = extents * self.pool.extent_bytes
-        self.net.store.on_message(0, p.Query("resize", "cpu", size), self.net.now)
+        self.net.store.on_message(0, p.Query(*what), self.net.now)  # type: ignore[arg-type]
         return True
 
     def reset(self, host: Host) -> None:
@@ -378,6 +382,7 @@ class World:
         if self.net.store is None:
             self.start_store()
         self.resize(self.extents)
+        self.query(drain.DRAIN_CANCEL)
         for disk in self.disks:
             disk.thaw()
 
