@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,7 +13,10 @@ from kvstore.metrics import MEMORY, NVME
 from kvstore.settings import Section
 from kvstore.units import shown, sized
 
-LIVE: Mapping[str, Collection[str]] = {
+Live = Mapping[str, Collection[str]]
+S = TypeVar("S", bound=Section | None)
+
+LIVE: Live = {
     "server": ("allow",),
     "cpu": ("capacity",),
     "engine": ("credit", "lease", "leased", "defer", "promote", "promote_limit"),
@@ -50,15 +53,17 @@ class Reloaded(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def _sections(config: Config) -> dict[str, Section | None]:
-    """Return the sections by name, those of tiers with their own."""
-    found: dict[str, Section | None] = {}
-    for field in msgspec.structs.fields(Config):
-        value = getattr(config, field.name)
-        if isinstance(value, tuple):
-            found |= {f"tier {tier.name}": tier for tier in value}
-        else:
-            found[field.encode_name] = value
+def _flat(config: Config) -> dict[str, tuple[str, Any]]:
+    """Return each setting's field and value by the names of its section and itself."""
+    found: dict[str, tuple[str, Any]] = {}
+    for part in msgspec.structs.fields(Config):
+        value = getattr(config, part.name)
+        several = isinstance(value, tuple)
+        sections = {f"tier {v.name}": v for v in value} if several else {part.encode_name: value}
+        for name, section in sections.items():
+            for field in () if section is None else msgspec.structs.fields(type(section)):
+                found[f"{name} {field.encode_name}"] = field.name, getattr(section, field.name)
+    found["tier order"] = "", tuple(tier.name for tier in config.tiers)
     return found
 
 
@@ -77,49 +82,37 @@ def text_of(field: str, value: object) -> str:
     return shown(value)
 
 
-def _differing(name: str, old: Section | None, new: Section | None) -> Iterator[Difference]:
-    if old is None or new is None:
-        if old is not new:
-            texts = ["none" if section is None else f"[{name}]" for section in (new, old)]
-            yield Difference(name, texts[0], texts[1], live=False)
-        return
-    live = LIVE.get(name.partition(" ")[0], ())
-    for field in msgspec.structs.fields(type(old)):
-        found, running = getattr(new, field.name), getattr(old, field.name)
-        if found != running:
-            texts = [text_of(field.name, value) for value in (found, running)]
+def _differences(running: Config, found: Config, live: Live) -> Iterator[Difference]:
+    old, new = _flat(running), _flat(found)
+    for setting in dict.fromkeys((*old, *new)):
+        values = [flat.get(setting) for flat in (new, old)]
+        if values[0] != values[1]:
+            texts = ["none" if value is None else text_of(*value) for value in values]
             if texts[0] == texts[1]:  # rounded
-                texts = [str(found), str(running)]
-            setting = f"{name} {field.encode_name}"
-            yield Difference(setting, texts[0], texts[1], live=field.encode_name in live)
+                texts = [str(value) for value in values]
+            section, *_, name = setting.split()
+            taken = None not in values and name in live.get(section, ())
+            yield Difference(setting, texts[0], texts[1], live=taken)
 
 
-def _differences(running: Config, found: Config) -> Iterator[Difference]:
-    old, new = _sections(running), _sections(found)
-    for name in dict.fromkeys((*old, *new)):
-        yield from _differing(name, old.get(name), new.get(name))
-    order = [[tier.name for tier in config.tiers] for config in (found, running)]
-    if order[0] != order[1] and sorted(order[0]) == sorted(order[1]):
-        yield Difference("tier order", ", ".join(order[0]), ", ".join(order[1]), live=False)
-
-
-def _taken_over(running: Config, found: Config, live: Collection[str]) -> Config:
-    """Return the running settings with those that are live, by name, as found."""
-
-    def take(name: str, old: Section, new: Section) -> Section:
-        fields = [f for f in msgspec.structs.fields(type(old)) if f"{name} {f.encode_name}" in live]
-        return msgspec.structs.replace(old, **{f.name: getattr(new, f.name) for f in fields})
-
-    new = _sections(found)
-    taken: dict[str, Any] = {}
-    for field in msgspec.structs.fields(Config):
-        old = getattr(running, field.name)
-        if isinstance(old, tuple):
-            tiers = ((f"tier {tier.name}", tier) for tier in old)
-            taken[field.name] = tuple(take(n, t, new[n] or t) if n in new else t for n, t in tiers)
-        elif old is not None and (other := new.get(field.encode_name)) is not None:
-            taken[field.name] = take(field.encode_name, old, other)
+def _taken(running: S, found: S, live: Collection[str]) -> S:
+    """Return a section with those settings that are live as found; as it runs if either is None."""
+    if running is None or found is None:
+        return running
+    fields = [field for field in msgspec.structs.fields(type(running)) if field.encode_name in live]
+    taken = {field.name: getattr(found, field.name) for field in fields}
     return msgspec.structs.replace(running, **taken)
+
+
+def _taken_over(running: Config, found: Config, live: Live) -> Config:
+    tiers = {tier.name: tier for tier in found.tiers}
+    taken = {
+        name: _taken(getattr(running, name), getattr(found, name), settings)
+        for name, settings in live.items()
+        if name != "tier"
+    }
+    shelves = tuple(_taken(t, tiers.get(t.name, t), live["tier"]) for t in running.tiers)
+    return msgspec.structs.replace(running, tiers=shelves, **taken)
 
 
 def _at_capacity(config: Config, capacity_bytes: int) -> Config:
@@ -153,19 +146,14 @@ class LiveSettings:
         self.running = self._whole = config
         self._extent_bytes = extent_bytes
         self._use = use
-        self._shared = bool(config.server.allow)  # other users can reach the socket
+        # Without any user to allow at the start, no other one can reach the socket.
+        self._live = LIVE if config.server.allow else {**LIVE, "server": ()}
 
     def take_over(self, found: Config) -> list[Difference]:
         """Run with what can change; return all that differs. A ConfigError changes nothing."""
         self._refuse_small(found.cpu.capacity_bytes)
-        every = [
-            msgspec.structs.replace(difference, live=False)
-            if difference.setting == "server allow" and not self._shared
-            else difference
-            for difference in _differences(self.running, found)
-        ]
-        live = {difference.setting for difference in every if difference.live}
-        self._whole = _taken_over(self.running, found, live)
+        every = list(_differences(self.running, found, self._live))
+        self._whole = _taken_over(self.running, found, self._live)
         self._run(self._whole)
         return every
 
