@@ -66,6 +66,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/store/sessions.py": (
         ("store -k S2_layers", "self._check_layers(hello)"),
+        ("drain -k Q24", 'early = self.refuses if session is None else ""', 'early = ""'),
         ("turns -k S4_a_namespace_is_visited", "self._namespaces.wake(namespace)"),
         ("store store_blocks -k O23", "namespace.manager.give_back(session.granted)"),
         (
@@ -264,9 +265,40 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if disk is not None:",
         ),
         ("turns -k asks_nothing", "(peers_due or peers.busy)", "True"),
+        ("reload -k Q20_sighup", "signal.signal(signal.SIGHUP, server.hang_up)"),
+        (
+            "attach_again -k Q26_an_idle_engine_is_back_when",
+            "if isinstance(message, p.Detach) and not self.store.sessions.may_write(number):",
+        ),
         ("doors -k S1", "if not trusted(uid, self.store.settings.running.server.allow):"),
     ),
+    "kvstore/store/edge_thread.py": (
+        ("reload -k Q20_a_file", 'name="kvstore-file", daemon=True', "daemon=False"),
+        ("reload -k Q20_a_file", "timeout=READ_S", "timeout=None"),
+        ("reload -k Q20_a_file", "if not self._free.acquire(blocking=False):"),
+    ),
+    "kvstore/store/live_settings.py": (
+        ("reload -k Q21", "if capacity_bytes < self._extent_bytes:"),
+        ("reload -k Q21_what", "self._use(config)"),
+        ("cpu_resize -k keep_their_share", "leased_bytes=part(engine.leased_bytes),", ""),
+    ),
+    "kvstore/store/drain.py": (
+        ("drain -k Q25", "namespace.tiering.enqueue_lacking(part)"),
+        ("drain -k Q25", "if not self._engines and not self._alone:"),
+        ("drain -k Q25", "looked < _LOOK_MAX", "True"),
+        ("drain -k Q24", "done=self.active and self._alone and", "done=self.active and"),
+    ),
+    "kvstore/config_edit.py": (
+        ("config_edit -k has_changed", "if ConfigFile.of(source.path, data) != source:"),
+        ("config_edit -k not_writable", "if not os.access(path, os.W_OK):"),
+        ("config_edit -k mode", "os.fchmod(fd, stat.S_IMODE(before.st_mode))"),
+        ("config_edit -k mode", "os.fchown(fd, before.st_uid, before.st_gid)"),
+        ("config_edit -k Q23", "if tomllib.loads(changed) == expected:", "if True:"),
+        ("config_edit -k may_not_have", "of_text(changed, source.path)"),
+    ),
     "kvstore/store/extents.py": (
+        ("cpu_resize", "self._fit(namespaces.values())"),
+        ("cpu_resize -k without_engines", "(not n.sessions, n.live_extents)", "n.live_extents"),
         ("turns -k S4_a_namespace_wakes_when_its_memory", "self._wake(donor)"),
     ),
     "tiers/nvme/disk.py": (
@@ -277,6 +309,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "connectors/store_connection.py": (
+        (
+            "attach_again -k Q26",
+            'log.info("kvstore: attached again, session %d%s", welcome.session, after)',
+        ),
+        ("attach_again -k Q24", "log.warning(line, answer)"),
         ("store_connection -k for_good", " and not message.retry:", " and False:"),
     ),
     "connectors/vllm_identity.py": (
@@ -318,6 +355,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("links -k B2", '"starting" and message.agent)', '"starting")'),
     ),
     "kvstore/handover/peers.py": (
+        ("drain -k Q24_new_peers", "if isinstance(message, m.Hello) and self.refuses:"),
         ("barriers -k S2_nothing_stays", "self.producer.request_leases.clear()"),
         (
             "barriers -k S2_nothing_stays",

@@ -78,15 +78,16 @@ def test_Q22_no_slot_that_is_read_or_on_credit_is_taken() -> None:
 def test_Q22_models_without_engines_give_memory_first() -> None:
     town, memory, rich = town_of(3)
     rich.leave()
-    resize(town, 6)
+    resize(town, 7)
     other = town.attach("other", identity="other")
-    fill(other, 12)
-    resize(town, 3)
+    fill(other, 16)
+    resize(town, 4)
     for _ in range(8):
         town.tick(ms=200)
         town.settle(other)
-    gone, kept = town.store.namespaces.values()
-    assert (gone.live_extents, kept.live_extents) == (0, 3)
+        gone, kept = town.store.namespaces.values()
+        assert all(mapping.state == "live" for mapping in kept.extents.values())
+    assert (gone.live_extents, kept.live_extents) == (0, 4)
     assert memory.used_bytes == memory.capacity_bytes
 
 

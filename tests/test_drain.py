@@ -20,6 +20,7 @@ from tests.harness.live import LiveStore, client, engine, eventually, store_sett
 from tests.harness.script import hashes
 from tests.test_peer_limits import Place, wanted
 
+WAIT = "--wait", "30s"
 FRUGAL = "24B"  # a day: nearly nothing is written but when a store ends, or drains
 
 
@@ -110,12 +111,12 @@ def test_Q25_what_only_memory_has_is_written_and_then_it_is_done(
             one.put(hashes(10))  # beyond the budget again
             eventually(lambda: len(namespace.manager.index) == 10)
             assert stored(store) == 8
-        assert cli.main(["drain", "--store", f"unix://{store.path}", "--json"]) == 0
+        assert cli.main(["drain", "--store", f"unix://{store.path}", "--json", *WAIT]) == 0
         told = json.loads(capsys.readouterr().out)
         assert told == {
             "draining": True, "engines": 0, "queued": 0, "written": 9, "failed": 0, "done": True,
         }  # fmt: skip
-        assert cli.main(["drain", "--store", f"unix://{store.path}"]) == 0
+        assert cli.main(["drain", "--store", f"unix://{store.path}", *WAIT]) == 0
         assert capsys.readouterr().out == "drained: 9 blocks written, no engine is attached\n"
         assert sum("drained: 9 blocks" in line for line in caplog.messages) == 1
         started = time.monotonic()
@@ -139,7 +140,7 @@ def test_Q25_a_disk_that_takes_nothing_is_told(
             (namespace,) = store.server.store.namespaces.values()
             eventually(lambda: len(namespace.manager.index) == 4)
         monkeypatch.setattr("os.pwritev", broken)
-        assert cli.main(["drain", "--store", f"unix://{store.path}"]) == 1
+        assert cli.main(["drain", "--store", f"unix://{store.path}", *WAIT]) == 1
         assert "blocks could not be written" in capsys.readouterr().err
 
 
@@ -173,6 +174,8 @@ def test_Q24_without_a_disk_a_drain_waits_for_the_engines_alone(config: Config) 
     with LiveStore(msgspec.structs.replace(config, nvme=None)) as store:
         with engine(store) as one:
             one.put(hashes(4))
-            assert not state(store).done
+            state(store)
+            eventually(lambda: not store.server.store.drain.looking)
+            assert not state(store).done, "an engine is attached"
         eventually(lambda: state(store).done)
         assert state(store).written == 0
