@@ -210,7 +210,6 @@ class StoreClient:
         self._attacher = attacher
         self.clock = clock
         self._link: Link | None = None
-        self._lost_ns = 0  # when the last session was; 0: never
         self.known = KnownKeys()  # blocks that are in the store's memory
         self._asked_ns: dict[int, int] = {}
         self._grants: dict[int, Grant] = {}
@@ -242,20 +241,11 @@ class StoreClient:
                 return True
         return False
 
-    def _log_attached(self, welcome: p.Welcome) -> None:
-        """Log a return to the store, and what the store warns of."""
-        if self._lost_ns:
-            away_s = (self.clock() - self._lost_ns) / 1e9
-            log.info("kvstore: attached again after %.1f s", away_s)
-        if welcome.warning:
-            log.warning("kvstore: %s", welcome.warning)
-
     def detach(self, reason: str) -> None:
         """Forget everything of this session and start connecting again."""
         if self._link is None:
             return
         log.warning("kvstore: detached: %s; every lookup is a miss until the store is back", reason)
-        self._lost_ns = self.clock()
         self._invalidate_versions()
         self.count("detached")
         self._link.close(reason)
@@ -421,7 +411,8 @@ class StoreClient:
             self._link, welcome = attached
             self.session, self.defer_ms = welcome.session, welcome.defer_ms
             self.side_channel = welcome.side_channel
-            self._log_attached(welcome)
+            if welcome.warning:
+                log.warning("kvstore: %s", welcome.warning)
         if self._link is None:
             return
         try:

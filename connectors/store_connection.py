@@ -26,7 +26,7 @@ _WRITE_BYTES = 1 << 18
 _READ_BYTES = 1 << 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(8 * array("i").itemsize)
 _CONNECT_S = 1.0
-_RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+_RETRY_S = (0.05, 0.1, 0.2, 0.5)  # an idle engine is to be back two seconds after its store
 REFUSED_FIRST_S, REFUSED_MOST_S = 1.0, 60.0  # until an engine that was refused asks again
 _REASONS_MAX = 16  # logged, each once
 
@@ -168,9 +168,12 @@ def attach(
         try:
             link = connect(find(), user)
             link.send(hello)
-            welcome = _await_welcome(link, stop)
-            if welcome is not None:
-                return link, welcome
+            answer = _await_welcome(link, stop)
+            if isinstance(answer, p.Welcome):
+                return link, answer
+            if answer and tries == len(_RETRY_S):  # not for a moment only
+                line = "kvstore: the store takes this engine later: %s; serving without it"
+                log.warning(line, answer)
         except LinkLost as exc:
             if tries == 0:
                 log.log(level, "kvstore: %s; serving without it, and trying again", exc)
@@ -185,8 +188,8 @@ def attach(
     return None
 
 
-def _await_welcome(link: Link, stop: threading.Event) -> p.Welcome | None:
-    """Wait for the answer to Hello; None if it makes sense to try again."""
+def _await_welcome(link: Link, stop: threading.Event) -> p.Welcome | str:
+    """Wait for the answer to Hello; the reason if it makes sense to try again."""
     while not stop.is_set():
         messages = link.receive(0.1)
         for index, message in enumerate(messages):
@@ -196,8 +199,8 @@ def _await_welcome(link: Link, stop: threading.Event) -> p.Welcome | None:
             if isinstance(message, p.Refused) and not message.retry:
                 raise NotSupported(f"the store refused this engine: {message.reason}")
             if isinstance(message, p.Refused | p.Detach):
-                return None
-    return None
+                return message.reason
+    return ""
 
 
 class Refusals:
@@ -256,6 +259,7 @@ class Attacher:
         self.refused: KVStoreError | None = None  # by the last store that answered
         self.refusals = Refusals()
         self.stop = threading.Event()
+        self._was_attached = False
         self._find, self._user, self._serve = find, user, serve
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ready: deque[tuple[Link, p.Welcome]] = deque()
@@ -291,6 +295,9 @@ class Attacher:
         """Offer a connection to take(); return when either end has closed it."""
         self.refused = None
         self.refusals.attached()
+        if self._was_attached:  # one line of an engine: its workers say nothing
+            log.info("kvstore: attached again, session %d", welcome.session)
+        self._was_attached = True
         attached, closed = (link, welcome), select.poll()
         closed.register(link.fileno(), select.POLLRDHUP)
         closed.register(self._wake, select.POLLIN)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 import time
@@ -131,15 +132,9 @@ def _parser() -> argparse.ArgumentParser:
     stats = add("stats", "show the metrics of a running store", f"kvstore stats --store {_SOCKET}")
     stats.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     clear = add("clear", "drop all blocks of a running store", f"kvstore clear --store {_SOCKET}")
-    example = f"kvstore resize nvme 500GiB --store {_SOCKET}"
-    resize = add("resize", "change the disk capacity of a running store", example)
-    resize.add_argument("tier", choices=["nvme"], help="the tier to resize")
-    resize.add_argument("capacity", help='the new capacity, such as "500GiB"')
-    example = f"kvstore log-level debug --store {_SOCKET}"
-    level = add("log-level", "change the log level of a running store", example)
-    level.add_argument("level", choices=LEVELS, help="log this level and what is above")
+    running = stats, clear, *_life_cycle(add)
     user = "name or number of the user that runs the store (default: yourself or root)"
-    for command in (stats, clear, resize, level):
+    for command in running:
         place = f"the store's socket, such as {_SOCKET}, or engine:ID for an engine's private one"
         command.add_argument("--store", required=True, help=place)
         command.add_argument("--user", type=_user, help=user)
@@ -190,9 +185,48 @@ def _add_size(size: argparse.ArgumentParser) -> None:
     size.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
+def _life_cycle(
+    add: Callable[..., argparse.ArgumentParser],
+) -> tuple[argparse.ArgumentParser, ...]:
+    """Add the commands that change how a running store goes on."""
+    example = f"kvstore resize nvme 500GiB --store {_SOCKET}"
+    text = "change the memory or disk capacity of a running store"
+    resize = add("resize", text, example, f"kvstore resize cpu 64GiB --store {_SOCKET}")
+    resize.add_argument("tier", choices=["cpu", "nvme"], help="the tier to resize")
+    resize.add_argument("capacity", help='the new capacity, such as "500GiB"')
+    text = "also write the capacity to the file that the store was started with"
+    resize.add_argument("--persist", action="store_true", help=text)
+    example = f"kvstore drain --store {_SOCKET}"
+    text = "take no new engines, and write to disk what only memory has"
+    drain = add("drain", text, example, f"{example} --cancel")
+    how = drain.add_mutually_exclusive_group()
+    how.add_argument("--now", action="store_true", help="end the sessions of attached engines")
+    how.add_argument("--cancel", action="store_true", help="take engines again")
+    drain.add_argument("--json", action="store_true", help="print one JSON object")
+    for command in (resize, drain):
+        text = 'how long to wait, such as "30s" (default: until it is done)'
+        command.add_argument("--wait", type=_wait, default=math.inf, help=text)
+    example = f"kvstore reload --store {_SOCKET}"
+    reload = add("reload", "have a running store read its configuration again", example)
+    reload.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
+    example = f"kvstore log-level debug --store {_SOCKET}"
+    level = add("log-level", "change the log level of a running store", example)
+    level.add_argument("level", choices=LEVELS, help="log this level and what is above")
+    return resize, drain, reload, level
+
+
 def _user(text: str) -> int:
     try:
         return read_user(int(text) if text.isdecimal() else text, {})
+    except ConfigError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def _wait(text: str) -> float:
+    from kvstore.units import parse_duration_ns
+
+    try:
+        return parse_duration_ns(text) / 1e9
     except ConfigError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
@@ -203,14 +237,15 @@ def _print_json(value: object) -> None:
 
 def _serve(chosen: argparse.Namespace) -> int:
     from kvstore.check import notes, require
-    from kvstore.config import load
+    from kvstore.config import ConfigFile, of_text, text_of
     from kvstore.listener import listen
     from kvstore.store.server import serve
     from kvstore.systemd import Systemd
     from kvstore.units import sized
 
     systemd = Systemd(os.environ)
-    config = load(chosen.config)
+    text = text_of(chosen.config)
+    config = of_text(text, chosen.config)
     require(config)
     log_to_stderr(form=chosen.log_format or default_format({**os.environ}), level=chosen.log_level)
     listener = listen(config.server.socket, config.server.mode, config.server.group)
@@ -218,7 +253,7 @@ def _serve(chosen: argparse.Namespace) -> int:
     log.info("cpu capacity %s in extents of %s", capacity, extent)
     for finding in notes(config):
         log.warning("%s: %s", finding.what, finding.text)
-    serve(config, listener, systemd=systemd)
+    serve(config, listener, systemd=systemd, source=ConfigFile.of(chosen.config, text))
     log.info("stopped")
     return 0
 
@@ -400,21 +435,61 @@ def _show_fsck(report: FsckReport) -> None:
 def _resize(chosen: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from kvstore.config import NvmeConfig
+    from kvstore.config import CpuConfig, NvmeConfig
     from kvstore.settings import settings_of
     from kvstore.store import admin
     from kvstore.units import sized
 
+    kind = CpuConfig if chosen.tier == "cpu" else NvmeConfig
     try:
-        capacity = int(settings_of(NvmeConfig)["capacity"].read(chosen.capacity, {}))
+        capacity = int(settings_of(kind)["capacity"].read(chosen.capacity, {}))
     except ConfigError as exc:
         raise ConfigError(f"capacity: {exc}") from None
-    steps = admin.resize(chosen.store, chosen.tier, capacity, user=chosen.user)
+    deadline_s = time.monotonic() + chosen.wait
     with Console(stderr=True).status("resizing") as status:
-        for used, cap in steps:
-            status.update(f"{chosen.tier}: {sized(used)} in use, capacity {sized(cap)}")
-    print(f"{chosen.tier}: capacity {sized(cap)}, {sized(used)} in use")
-    print("after a restart the capacity of the configuration file holds again", file=sys.stderr)
+        for used, cap, held in admin.resize(chosen.store, chosen.tier, capacity, chosen.user):
+            waits = f", waits for {held:,} slots that requests or engines hold" if held else ""
+            now = f"{chosen.tier}: capacity {sized(cap)}, {sized(used)} in use"
+            status.update(now + waits)
+            if time.monotonic() >= deadline_s:
+                break
+    print(now)
+    if used > cap:
+        print(f"not yet within its capacity{waits}; the store goes on", file=sys.stderr)
+    if chosen.persist:
+        _persist(chosen)
+    else:
+        text = "after a restart the capacity of the configuration file holds again (--persist)"
+        print(text, file=sys.stderr)
+    return int(used > cap)
+
+
+def _persist(chosen: argparse.Namespace) -> None:
+    """Write a capacity that the store has to the file that it was started with."""
+    from kvstore.config_edit import NotWritten, persist
+    from kvstore.store import admin
+
+    source = admin.source(chosen.store, user=chosen.user)
+    if source is None:
+        raise NotWritten("not written: this store has no file of settings; it is an engine's own")
+    capacity = chosen.capacity.strip()
+    value = capacity if capacity.isdecimal() else f'"{capacity}"'
+    persist(source, chosen.tier, "capacity", value)
+    admin.reload(chosen.store, user=chosen.user)  # so that it knows the file as it is now
+    print(f"{source.path}: [{chosen.tier}] capacity = {value}")
+
+
+def _reload(chosen: argparse.Namespace) -> int:
+    from kvstore.store import admin
+
+    found = admin.reload(chosen.store, user=chosen.user)
+    if chosen.json:
+        _print_json(found.differing)
+        return 0
+    for difference in found.differing:
+        print(difference.text)
+    if not found.differing:
+        print("nothing differs from the file")
     return 0
 
 
@@ -424,6 +499,32 @@ def _log_level(chosen: argparse.Namespace) -> int:
     admin.log_level(chosen.store, chosen.level, user=chosen.user)
     print(f"log level {chosen.level}, until the store ends")
     return 0
+
+
+def _drain(chosen: argparse.Namespace) -> int:
+    from kvstore.printing import share
+    from kvstore.store import admin
+    from kvstore.store.drain import DRAIN, DRAIN_CANCEL, DRAIN_NOW
+
+    what = DRAIN_CANCEL if chosen.cancel else DRAIN_NOW if chosen.now else DRAIN
+    deadline_s = time.monotonic() + chosen.wait
+    with share() as tell:
+        for state in admin.drain(chosen.store, what, chosen.user):
+            text = f"{state.engines} engines attached, {state.queued:,} blocks to write"
+            tell(state.written / max(1, state.written + state.queued), text)
+            if time.monotonic() >= deadline_s:
+                break
+    if chosen.json:
+        _print_json(state)
+    elif chosen.cancel:
+        print("the store takes engines and peers again")
+    elif state.done:
+        print(f"drained: {state.written:,} blocks written, no engine is attached")
+    else:
+        print(f"not drained yet: {text}; the store goes on")
+    if state.failed:
+        print(f"{state.failed:,} blocks could not be written; see the log", file=sys.stderr)
+    return int(not chosen.cancel and (not state.done or state.failed > 0))
 
 
 def _keygen(chosen: argparse.Namespace) -> int:
@@ -436,7 +537,8 @@ def _keygen(chosen: argparse.Namespace) -> int:
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve, "check": _check, "size": _size, "stats": _stats, "clear": _clear,
-    "resize": _resize, "fsck": _fsck, "keygen": _keygen, "log-level": _log_level,
+    "resize": _resize, "reload": _reload, "drain": _drain, "fsck": _fsck, "keygen": _keygen,
+    "log-level": _log_level,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ resolved.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import ipaddress
 import math
 import os
@@ -242,12 +243,27 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer: PeerConfig | None = None
 
 
+class ConfigFile(msgspec.Struct, frozen=True):
+    """Where a store's settings are from. digest: of the text that was read last."""
+
+    path: str
+    digest: str
+
+    @classmethod
+    def of(cls, path: str | Path, data: bytes) -> ConfigFile:
+        """Name a file and its content."""
+        return cls(str(Path(path).absolute()), hashlib.sha256(data).hexdigest())
+
+
 def load(path: str | Path) -> Config:
     """Read the settings from a TOML file; ConfigError says in one line what is wrong."""
+    return of_text(text_of(path), path)
+
+
+def of_text(data: bytes, path: str | Path) -> Config:
+    """Check settings as a file has them; path names it in errors. Raises ConfigError."""
     try:
-        text = read_text(path)
-    except OSError as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc.strerror}; expected a TOML file") from exc
+        text = data.decode("utf-8-sig")  # some editors put a mark before UTF-8
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path}: not UTF-8 text (byte {exc.start})") from exc
     try:
@@ -259,18 +275,39 @@ def load(path: str | Path) -> Config:
     return parse(table, source=str(path))
 
 
-def read_text(path: str | Path) -> str:
-    """Read a file, without the mark that some editors put before UTF-8. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would hold it
-    with os.fdopen(fd, "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{path}: expected a file, found a device or pipe")
-        if found.st_size > FILE_BYTES_MAX:
-            raise ConfigError(
-                f"{path}: expected a file of {FILE_BYTES_MAX} bytes at most, found {found.st_size}"
-            )
-        return file.read(FILE_BYTES_MAX).decode("utf-8-sig")
+def text_of(path: str | Path) -> bytes:
+    """Read a file of settings. Raises ConfigError."""
+    try:
+        return read_file(path)
+    except OSError as exc:
+        raise unreadable(path, exc) from exc
+
+
+def read_file(path: str | Path) -> bytes:
+    """Read a regular file of limited size. Raises OSError, or ConfigError for another file."""
+    with open(path, "rb", opener=open_settings) as file:
+        refuse_no_settings(path, os.fstat(file.fileno()))
+        return file.read(FILE_BYTES_MAX)
+
+
+def open_settings(path: str, flags: int) -> int:
+    """Open a file of settings: a pipe would hold the caller otherwise."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def refuse_no_settings(path: str | Path, found: os.stat_result) -> None:
+    """Raise ConfigError for what cannot be a file of settings, before anything of it is read."""
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{path}: expected a file, found a device or pipe")
+    if found.st_size > FILE_BYTES_MAX:
+        raise ConfigError(
+            f"{path}: expected a file of {FILE_BYTES_MAX} bytes at most, found {found.st_size}"
+        )
+
+
+def unreadable(path: str | Path, exc: OSError) -> ConfigError:
+    """Make the error for a file of settings that cannot be read."""
+    return ConfigError(f"{path}: cannot be read: {exc.strerror}; expected a TOML file")
 
 
 def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:

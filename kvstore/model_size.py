@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvstore.config import read_text
+from kvstore.config import read_file
 from kvstore.core.errors import ConfigError, NotSupported
 from kvstore.core.layout import ALIGNMENT
 from kvstore.core.limits import CHUNK_MAX, LAYERS_MAX
@@ -400,7 +400,7 @@ def _groups(layers: Mapping[str, int]) -> Sequence[tuple[str, int, int]]:
 
 def _table(path: Path) -> dict[str, Any]:
     try:
-        table = json.loads(read_text(path))
+        table = json.loads(read_file(path).decode("utf-8-sig"))
     except OSError as exc:
         raise ConfigError(
             f"{path}: cannot be read: {exc.strerror}; expected the directory of a model with its"

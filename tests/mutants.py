@@ -249,7 +249,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         (
             "request_leases -k S2_no_more",
-            "if self.held_bytes + lease.slot_bytes <= self._held_bytes_max:",
+            "if self.held_bytes + lease.slot_bytes <= self.held_bytes_max:",
             "if True:",
         ),
     ),
@@ -270,9 +270,21 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if disk is not None:",
         ),
         ("turns -k asks_nothing", "(peers_due or peers.busy)", "True"),
-        ("doors -k S1", "if not trusted(process.uid, self._config.server.allow):"),
+        ("doors -k S1", "if not trusted(process.uid, self.store.settings.running.server.allow):"),
+    ),
+    "kvstore/store/live_settings.py": (
+        ("cpu_resize -k keep_their_share", "leased_bytes=part(engine.leased_bytes),", ""),
+    ),
+    "kvstore/config_edit.py": (
+        ("config_edit -k has_changed", "if ConfigFile.of(source.path, data) != source:"),
+        ("config_edit -k not_writable", "if not os.access(path, os.W_OK):"),
+        ("config_edit -k mode", "os.fchmod(fd, stat.S_IMODE(before.st_mode))"),
+        ("config_edit -k mode", "os.fchown(fd, before.st_uid, before.st_gid)"),
+        ("config_edit -k may_not_have", "of_text(changed, source.path)"),
     ),
     "kvstore/store/extents.py": (
+        ("cpu_resize", "self._fit(namespaces.values())"),
+        ("cpu_resize -k without_engines", "(not n.sessions, n.live_extents)", "n.live_extents"),
         ("turns -k S4_a_namespace_wakes_when_its_memory", "self._wake(donor)"),
     ),
     "tiers/nvme/disk.py": (

@@ -3,18 +3,54 @@
 from __future__ import annotations
 
 OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
-    "kvstore/store/sharing.py": (("logs -k Q32", " and _same_model(ours, theirs)", ""),),
     "kvstore/store/sessions.py": (
+        ("drain -k Q24", 'early = self.refuses if session is None else ""', 'early = ""'),
         ("logs -k Q30", 'self.end(session, "died",', 'self.end(session, "left",'),
     ),
+    "kvstore/store/server.py": (
+        ("reload -k Q20_sighup", "signal.signal(signal.SIGHUP, server.hang_up)"),
+        (
+            "attach_again -k Q26_an_idle_engine_is_back_when",
+            "if isinstance(message, p.Detach) and not self.store.sessions.may_write(number):",
+        ),
+        ("health -k Q15_a_store_that_starts", "self.health.ends()"),
+        ("health -k Q15_a_store_that_starts", "self.health.turned(time.monotonic_ns())"),
+        ("systemd -k Q16_a_store_tells", "            self.health.serves()\n", ""),
+    ),
+    "kvstore/store/edge_thread.py": (
+        ("reload -k Q20_a_file", 'name="kvstore-file", daemon=True', "daemon=False"),
+        ("reload -k Q20_a_file", "timeout=READ_S", "timeout=None"),
+        ("reload -k Q20_a_file", "if not self._free.acquire(blocking=False):"),
+    ),
+    "kvstore/store/live_settings.py": (
+        ("reload -k Q21", "if capacity_bytes < self._extent_bytes:"),
+        ("reload -k Q21_what", "self._use(config)"),
+    ),
+    "kvstore/store/drain.py": (
+        ("drain -k Q25", "namespace.tiering.enqueue_lacking(part)"),
+        ("drain -k Q25", "if not self._engines and not self._alone:"),
+        ("drain -k Q25", "looked < _LOOK_MAX", "True"),
+        ("drain -k Q24", "done=self.active and self._alone and", "done=self.active and"),
+    ),
+    "kvstore/config_edit.py": (
+        ("config_edit -k Q23", "if tomllib.loads(changed) == expected:", "if True:"),
+    ),
+    "connectors/store_connection.py": (
+        (
+            "attach_again -k Q26",
+            'log.info("kvstore: attached again, session %d", welcome.session)',
+        ),
+        ("attach_again -k Q24", "log.warning(line, answer)"),
+        ("logs -k Q30", "self.send(p.Detach(fault[: limits.TEXT_MAX]))"),
+    ),
+    "kvstore/handover/peers.py": (
+        ("drain -k Q24_new_peers", "if isinstance(message, m.Hello) and self.refuses:"),
+    ),
+    "kvstore/store/sharing.py": (("logs -k Q32", " and _same_model(ours, theirs)", ""),),
     "kvstore/logs.py": (
         ("logs -k Q28", "one_line(value, FIELD_MAX) if isinstance(value, str) else value", "value"),
         ("logs -k Q29", "root.setLevel(now)"),
     ),
-    "connectors/store_connection.py": (
-        ("logs -k Q30", "self.send(p.Detach(fault[: limits.TEXT_MAX]))"),
-    ),
-    "connectors/store_client.py": (("logs -k Q31", "self._lost_ns = self.clock()"),),
     "kvstore/engine_check.py": (
         ("engine_check -k Q10_wrong", "refuse_unknown(table, KEYS, SOURCE)"),
         ("engine_check -k Q10_wrong", 'refuse_engine_id(str(table["engine_id"]))'),
@@ -60,7 +96,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/store/health.py": (
         ("health -k Q15_a_loop", "if still_s < STILL_S:", "if True:"),
-        ("health -k Q15_a_store_that_starts", "if self.refuses:"),
+        ("health -k Q15_a_store_that_starts", "if refuses := self.refuses or self._drains():"),
         (
             "health -k Q15_a_store_whose",
             'reasons + [_WORDS["off"].format(name) for name in off]',
@@ -90,14 +126,12 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("health -k Q15_a_page", 'if asked["REQUEST_METHOD"] not in ("GET", "HEAD"):'),
         ("health -k Q15_a_page", '[] if asked["REQUEST_METHOD"] == "HEAD" else [body]', "[body]"),
     ),
-    "kvstore/store/server.py": (
-        ("health -k Q15_a_store_that_starts", "self.health.ends()"),
-        ("health -k Q15_a_store_that_starts", "self.health.turned(time.monotonic_ns())"),
-        ("systemd -k Q16_a_store_tells", "            self.health.serves()\n", ""),
-    ),
     "kvstore/core/tiering.py": (
         ("request_policy -k Q36_blocks_kept", " and above.key not in self.off_disk", ""),
-        ("request_policy -k Q36_once", "self.off_disk.difference_update(gone)"),
+        (
+            "request_policy -k Q36_once",
+            "self.difference_update([key for key in removed if index.get(key) is None])",
+        ),
     ),
     "connectors/scheduler.py": (
         (

@@ -22,6 +22,7 @@ from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher, Refusals
 from kvstore.config import Config
 from kvstore.core.errors import NotSupported
+from kvstore.store import admin, drain
 from kvstore.store.session import Phase
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -154,7 +155,7 @@ def test_O22_an_engine_that_was_refused_attaches_once_it_may(
         rig.put([b"%032d" % n for n in range(2)], (1, 2))
         assert len(rig.ask([b"%032d" % n for n in range(2)]).hits[0]) == 2
     assert said(caplog, logging.ERROR, OLD) == 2, "each half says it once"
-    assert said(caplog, logging.INFO, "attached again after") == 1
+    assert said(caplog, logging.INFO, "attached again") == 1
 
 
 def test_O22_a_worker_that_cannot_map_the_stores_memory_tries_again(
@@ -187,6 +188,62 @@ def test_O22_the_first_request_after_an_idle_engines_store_came_back_is_asked_ab
         eventually(lambda: offered(rig, store))
         half.on_new_request(Request("first", 64))
         assert half._requests["first"].ask
+
+
+def test_Q26_an_idle_engine_is_back_two_seconds_after_its_store_and_says_so_once(
+    config: Config, rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no step: neither half is called. It does not try all the time either."""
+    caplog.set_level(logging.INFO)
+    with LiveStore(config):
+        rig.attach()
+    tries, connect = list[float](), links.connect
+
+    def counted(address: str, user: int | None = None) -> links.Link:
+        tries.append(time.monotonic())
+        return connect(address, user)
+
+    monkeypatch.setattr(links, "connect", counted)
+    for restart in (1, 2):
+        tries.clear()
+        time.sleep(2)  # long enough for the longest waits between two tries
+        assert 4 <= len(tries) <= 20, "of both halves"
+        started = time.monotonic()
+        with LiveStore(config) as store:
+            eventually(lambda: offered(rig, store))
+            assert time.monotonic() - started < 2
+        assert said(caplog, logging.INFO, "attached again, session") == restart
+
+
+def test_Q24_an_engine_that_a_draining_store_refuses_says_why_and_is_back_with_the_next_one(
+    config: Config, rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LiveStore(config) as store:
+        rig.attach()
+        list(admin.drain(store.path, drain.DRAIN_NOW))
+        reason = f"the store takes this engine later: {drain.REFUSAL}"
+        eventually(lambda: said(caplog, logging.WARNING, reason) >= 1)
+        eventually(lambda: said(caplog, logging.WARNING, reason) == 2)
+    with LiveStore(config) as store:
+        started = time.monotonic()
+        eventually(lambda: offered(rig, store))
+        assert time.monotonic() - started < 2
+
+
+def test_Q26_an_idle_engine_is_back_when_its_session_has_ended_and_its_store_has_not(
+    config: Config, rig: Rig
+) -> None:
+    """Its worker was back at once, and its session was joining until a request came."""
+    with LiveStore(config) as store:
+        rig.attach()
+        (session,) = store.server.store.sessions.values()
+        list(admin.drain(store.path, drain.DRAIN_NOW))
+        list(admin.drain(store.path, drain.DRAIN_CANCEL))
+        started = time.monotonic()
+        eventually(lambda: offered(rig, store))
+        assert time.monotonic() - started < 2
+        assert session.number not in {s.number for s in store.server.store.sessions.values()}
+        eventually(lambda: heard(rig.client) and rig.client.session not in (0, session.number))
 
 
 def test_O22_who_is_refused_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -508,7 +508,7 @@ def test_the_metrics_port_in_the_log_is_the_real_one(
     assert not line.endswith(":0/metrics")
 
 
-@pytest.mark.parametrize("end", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
 def test_a_store_that_is_told_to_end_does_so_in_order(tmp_path: Path, end: signal.Signals) -> None:
     path, log = tmp_path / "kv.sock", tmp_path / "log"
     store = serve(path, log, f'[nvme]\npath = "{tmp_path}/disk"\ncapacity = "64MiB"\n')

@@ -104,7 +104,7 @@ def test_L6_blocks_go_when_every_consumer_has_reported_and_repeats_do_not_count(
 
 def test_S2_no_more_is_held_for_requests_than_is_configured() -> None:
     rig = Rig()
-    rig.request_leases._held_bytes_max = 2 * SLOT_BYTES
+    rig.request_leases.held_bytes_max = 2 * SLOT_BYTES
     rig.hold()
     assert rig.held == 2
     assert sorted(entry.pins for entry in rig.source.manager.index) == [0, 1, 1]

@@ -13,7 +13,7 @@ LEVELS = {
     "info": "INFO", "warning": "WARNING", "warn": "WARNING", "error": "ERROR", "bug": "ERROR",
     "exception": "ERROR", "critical": "CRITICAL",
 }  # fmt: skip
-LOGGERS = {"log", "logger", "_log", "said", "_said"}
+LOGGERS = {"log", "logger", "_log", "said", "_said", "_lives"}
 _VALUE = re.compile(r"%(?:\.\d+)?[sdrif]|\{[^}]*\}")
 
 

@@ -15,13 +15,13 @@ Every job ends in exactly one result, which unpins or releases all its slots.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvstore.core.errors import BlockCorrupt, InvariantBroken, TierError
-from kvstore.core.index import Entry, State
+from kvstore.core.index import Entry, Index, State
 from kvstore.core.leases import Lease
 from kvstore.core.manager import Manager
 from kvstore.core.tier import Leading, Telling, Tier
@@ -58,6 +58,10 @@ class Found(NamedTuple):
     tier: Tier
 
 
+_MISSING = (LookupResult.MISS,)
+_MAYBE_MISSING = (LookupResult.MISS, LookupResult.RETRY)
+
+
 class _Open(msgspec.Struct, eq=False):
     tier: Tier
     job: TransferJob
@@ -68,6 +72,15 @@ class _Open(msgspec.Struct, eq=False):
     cleared: bool = False  # what it moves is of before a clear
     again: set[BlockKey] = set()  # of a cleared store: what was submitted anew since
     tags: Sequence[Any] = ()  # of a load for somebody who holds the slots: what to call its blocks
+
+
+class OffDisk(set[BlockKey]):
+    """Blocks in memory, or on their way up, that are never copied down."""
+
+    def left(self, removed: Iterable[BlockKey], index: Index) -> None:
+        """Blocks have left memory; some may have been stored again since."""
+        if self:
+            self.difference_update([key for key in removed if index.get(key) is None])
 
 
 class Tiering:
@@ -101,7 +114,7 @@ class Tiering:
         self._slot_bytes = slot_bytes
         self._now_ns = 0
         limits = backlog_ns or {}
-        self._backlogs = {t.name: Backlog(limits.get(t.name, _BACKLOG_NS)) for t in tiers}
+        self.backlogs = {t.name: Backlog(limits.get(t.name, _BACKLOG_NS)) for t in tiers}
         self._budgets = {t.name: (budgets or {}).get(t.name) or WriteBudget(None) for t in tiers}
         # Keys, and whether what the tier lacks above them is wanted, too.
         self._queues: dict[str, deque[tuple[BlockKey, bool]]] = {t.name: deque() for t in tiers}
@@ -111,7 +124,7 @@ class Tiering:
         self._under_way: Counter[str] = Counter()
         self._load_blocks = max(1, min(JOB_BLOCKS_MAX, LOAD_BYTES // slot_bytes))
         self._coming: dict[BlockKey, _Open] = {}
-        self.off_disk: set[BlockKey] = set()  # in memory, or on their way up: never copied down
+        self.off_disk = OffDisk()
         self._staged: list[tuple[Any, bool]] = []
         self._next_job = 1
 
@@ -145,12 +158,6 @@ class Tiering:
         """Count the blocks that wait to be copied down, or are being copied."""
         return sum(map(len, self._queues.values())) + sum(self._storing.values())
 
-    def left(self, removed: Iterable[BlockKey]) -> None:
-        """Blocks have left memory; some may have been stored again since."""
-        if self.off_disk:
-            gone = (key for key in removed if self._manager.index.get(key) is None)
-            self.off_disk.difference_update(gone)
-
     def cascade(self, added: Sequence[BlockKey]) -> None:
         """Queue newly ready blocks, parents first, for every tier that may take them."""
         for tier in self.tiers:
@@ -162,18 +169,25 @@ class Tiering:
 
     def _enqueue(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
         queue = self._queues[tier.name]
-        room = max(0, self._backlogs[tier.name].blocks_max - len(queue))
+        room = max(0, self.backlogs[tier.name].blocks_max - len(queue))
         queue.extend((key, True) for key in keys[:room])
         self.counts[tier.name, "skipped"] += len(keys[room:])
 
     def enqueue_all(self) -> None:
         """Queue whatever memory has and a tier lacks; for a store that ends."""
-        for tier in self.tiers:
-            entries = [entry for entry in self._manager.index if entry.state is State.READY]
-            lacking = (e.key for e in entries if tier.lookup(e.key) is LookupResult.MISS)
-            queue = self._queues[tier.name]
+        for queue in self._queues.values():
             queue.clear()
-            queue.extend((key, True) for key in lacking)
+        for part in self._manager.index.parts():
+            self.enqueue_lacking(part, _MISSING)
+
+    def enqueue_lacking(
+        self, entries: Sequence[Entry], states: Collection[LookupResult] = _MAYBE_MISSING
+    ) -> None:
+        """Queue what memory has of these, where a tier answers one of these states for it."""
+        ready = [entry.key for entry in entries if entry.state is State.READY]
+        for tier in self.tiers:
+            lacking = (key for key in ready if tier.lookup(key) in states)
+            self._queues[tier.name].extend((key, True) for key in lacking)
             self._pump(tier)
 
     def _pump(self, tier: Tier) -> None:
@@ -379,7 +393,7 @@ class Tiering:
                 self._finish(result)
         for tier in self.tiers:
             name, busy = tier.name, tier in storing
-            self._backlogs[name].measure(self._stored.pop(name, 0), now_ns, busy=busy)
+            self.backlogs[name].measure(self._stored.pop(name, 0), now_ns, busy=busy)
             if self._queues[name]:
                 self._pump(tier)
 
@@ -422,7 +436,7 @@ class Tiering:
             done = 0 if work.cleared else work.done
             outcomes = self._manager.complete_promotions(work.job.slots, done)
             self.counts[work.tier.name, "orphan"] += outcomes.count(StoreOutcome.ORPHAN)
-            self.left(work.job.keys)
+            self.off_disk.left(work.job.keys, self._manager.index)
             for below in work.below:
                 below.above.discard(work.job.job_id)
             landing.extend(work.below)

@@ -14,7 +14,7 @@ class Backlog:
 
     def __init__(self, limit_ns: int) -> None:
         """limit_ns: how long a block may wait."""
-        self._limit_ns = limit_ns
+        self.limit_ns = limit_ns
         self._busy_ns = 0
         self._blocks = 0
         self._last_ns: int | None = None
@@ -34,7 +34,7 @@ class Backlog:
         """Most blocks that may wait."""
         if self._busy_ns < _MEASURED_NS:
             return _BLOCKS_FIRST
-        return max(_BLOCKS_MIN, self._blocks * self._limit_ns // self._busy_ns)
+        return max(_BLOCKS_MIN, self._blocks * self.limit_ns // self._busy_ns)
 
 
 class WriteBudget:
@@ -50,6 +50,13 @@ class WriteBudget:
         self._left = 0 if day_bytes is None else day_bytes // 24
         self._spare_ns = 0  # since the last byte was added
         self._last_ns: int | None = None
+
+    def change(self, day_bytes: int | None) -> None:
+        """Have another limit from now on; what was spent beyond the last one is not forgotten."""
+        if day_bytes is not None:
+            first = day_bytes // 24
+            self._left = first if self._day_bytes is None else min(self._left, day_bytes)
+        self._day_bytes, self._spare_ns = day_bytes, 0
 
     def left(self, now_ns: int) -> bool:
         """Tell whether blocks that were used once may be written."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
@@ -35,11 +34,19 @@ EXTEND_NS_MIN = 10_000_000
 FromProducer = m.Offer | m.Have | m.Settled
 
 
-class Waits(NamedTuple):
-    """How long a fetch may take: without an arrival, and while its peer computes."""
+class Waits(msgspec.Struct):
+    """How long a fetch may take: without an arrival, and while its peer computes.
+
+    A reload of the store's settings changes them.
+    """
 
     quiet_ns: int = 2_000_000_000
     limit_ns: int = 60_000_000_000
+
+    @property
+    def extend_ns(self) -> int:
+        """Time between two messages that extend the peer's lease."""
+        return max(EXTEND_NS_MIN, min(EXTEND_NS, self.quiet_ns // 4))
 
 
 WAITS = Waits()
@@ -64,7 +71,6 @@ class Consumer:
         self._source = source
         self._send = send
         self._waits = waits
-        self._extend_ns = max(EXTEND_NS_MIN, min(EXTEND_NS, waits.quiet_ns // 4))
         self._groups = len(source.layout.rules)
         self._fetches: dict[int, Fetch] = {}
         self._late: dict[int, Fetch] = {}  # ended, and something given up may still be written
@@ -103,7 +109,7 @@ class Consumer:
             located=self._located,
             into=None if direct else self.arrivals,
             heard_ns=now_ns,
-            extend_ns=now_ns + self._extend_ns,
+            extend_ns=now_ns + self._waits.extend_ns,
         )
         self._fetches[number] = fetch
         if not direct:
@@ -297,7 +303,7 @@ class Consumer:
             if now_ns - fetch.heard_ns >= limit_ns:
                 fetch.fail("late")
             elif now_ns >= fetch.extend_ns:
-                fetch.extend_ns = now_ns + self._extend_ns
+                fetch.extend_ns = now_ns + self._waits.extend_ns
                 fetch.say(m.Settle(fetch.number, LEASE_MS))
             self._settle(fetch)
         self.arrivals.start()

@@ -21,12 +21,12 @@ class HeldMemory:
     def __init__(self, bytes_max: int) -> None:
         """Start with none."""
         self.bytes = 0
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
 
     def room(self, peer: Peer) -> int:
         """Return the bytes that may be held for a peer now; each can have one block at least."""
-        of_all = 2 * self._bytes_max - self.bytes
-        room = min(self._bytes_max - peer.held_bytes, of_all)
+        of_all = 2 * self.bytes_max - self.bytes
+        room = min(self.bytes_max - peer.held_bytes, of_all)
         return room if peer.held_bytes else max(room, peer.source.layout.slot_bytes)
 
     def pin(self, job: Job, room: int) -> int:

@@ -91,7 +91,7 @@ class Peers:
         self.requests = Requests(
             self.producer.request_leases, mover.exporter.wake, self.links, self.channel.refusal
         )
-        self._mover, self._waits = mover, waits
+        self._mover, self.waits = mover, waits
         self._namespaces: Mapping[str, Source] = {}
         self._numbers = Numbers()
         self._counts: Counter[str] = Counter()
@@ -101,6 +101,7 @@ class Peers:
         self._now_ns = 0
         self._said = RateLog(log)
         self._barrier = Barrier(self._said, lambda: self._counts.update(internal=1))
+        self.refuses = ""  # peers that have not said Hello yet, and why
         self.off = False  # nothing is handed over any more
         self._off: set[str] = set()  # namespaces that nothing is fetched for any more
         self._closed = False
@@ -129,7 +130,7 @@ class Peers:
         digest = namespace.layout.digest
         if digest not in self._inlets:
             self._inlets[digest] = Consumer(
-                self.links, namespace, self._mover, self._to_worker, self.fetched, self._waits
+                self.links, namespace, self._mover, self._to_worker, self.fetched, self.waits
             )
         return self._inlets[digest]
 
@@ -215,6 +216,10 @@ class Peers:
             return
         if link is not None:
             self._on_answer(number, link, message)
+            return
+        if isinstance(message, m.Hello) and self.refuses:
+            self._counts["refused"] += 1
+            self.channel.send(number, m.Refused(self.refuses, retry=True))
             return
         if isinstance(message, m.Land) and message.metadata:
             self._agents.update(number, message.metadata)

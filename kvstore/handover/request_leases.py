@@ -78,7 +78,7 @@ class RequestLeases:
         self._leases: dict[Name, RequestLease] = {}
         self._common: dict[Name, list[str]] = {}
         self._past: dict[PastName, End] = {}
-        self._held_bytes_max = held_bytes_max
+        self.held_bytes_max = held_bytes_max
         self._counts = counts
         self._stored_ns: list[int] = []
         self.held_bytes = 0
@@ -254,7 +254,7 @@ class RequestLeases:
                 continue
             del lease.missing[key]
             lease.late_ns = now_ns + LATE_NS
-            if self.held_bytes + lease.slot_bytes <= self._held_bytes_max:
+            if self.held_bytes + lease.slot_bytes <= self.held_bytes_max:
                 entry = lease.manager.pin(key)
                 if entry is not None:
                     lease.pinned.append(entry)

@@ -14,10 +14,12 @@ from typing import Any
 
 import msgspec
 
-from kvstore.config import parse_socket
+from kvstore.config import ConfigFile, parse_socket
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.launch import address_of
-from kvstore.metrics import TABLE
+from kvstore.metrics import MEMORY, TABLE
+from kvstore.store.drain import DRAIN, Drained
+from kvstore.store.live_settings import Reloaded
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.credentials import OtherUserError, connect
@@ -63,20 +65,48 @@ def log_level(address: str, level: str, user: int | None = None) -> None:
 
 def resize(
     address: str, tier: str, capacity_bytes: int, user: int | None = None
-) -> Iterator[tuple[int, int]]:
-    """Change a tier's cap; yield its bytes and its cap until the first is within the second.
+) -> Iterator[tuple[int, int, int]]:
+    """Change a tier's cap; yield its bytes, its cap, and slots that keep it from giving back more.
 
-    Raises StoreUnreachable, or StoreRefused when there is no such tier or it can't be so small.
+    It ends once the tier is within its cap. Raises StoreUnreachable, or StoreRefused when there is
+    no such tier or it can't be so small.
     """
     rows = _stats_of(_ask(address, p.Query("resize", tier, capacity_bytes), TIMEOUT_S, user))
     while True:
         found = {stat.name: int(stat.value) for stat in rows if stat.labels.get("tier") == tier}
         used, cap = found["kvstore_memory_bytes"], found["kvstore_capacity_bytes"]
-        yield used, cap
+        held = (s.value for s in rows if s.labels.get("state") == "retiring" and tier == MEMORY)
+        yield used, cap, int(sum(held))
         if used <= cap:
             return
         time.sleep(_LOOK_S)
         rows = stats(address, user=user)
+
+
+def reload(address: str, user: int | None = None) -> Reloaded:
+    """Have the store read its file of settings again. Raises ConfigError for a wrong file."""
+    body = _ask(address, p.Query("reload"), TIMEOUT_S, user)
+    found = msgspec.json.decode(body, type=Reloaded)
+    if found.error:
+        raise ConfigError(f"nothing has changed: {found.error}")
+    return found
+
+
+def drain(address: str, what: str = DRAIN, user: int | None = None) -> Iterator[Drained]:
+    """Drain a store, or cancel that; yield how far it is until it is done."""
+    while True:
+        found = msgspec.json.decode(_ask(address, p.Query(what), TIMEOUT_S, user), type=Drained)
+        yield found
+        if found.done or not found.draining:
+            return
+        what = DRAIN
+        time.sleep(_LOOK_S)
+
+
+def source(address: str, user: int | None = None) -> ConfigFile | None:
+    """Name the file of settings of a store; None: it has none."""
+    body = _ask(address, p.Query("source"), TIMEOUT_S, user)
+    return msgspec.json.decode(body, type=ConfigFile | None)
 
 
 def _ask(address: str, query: p.Query, timeout_s: float, user: int | None) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from kvstore.core.types import Slot
 from kvstore.store.namespace import Mapping, Namespace
@@ -25,6 +25,8 @@ _RETIRE_LIMIT_NS = 3_000_000_000
 _RETRY_NS = 5_000_000_000  # after an extent could not be made
 _LOOK_NS = 100_000_000  # between two looks at all namespaces, for one that lacks memory
 _QUIET_NS = 60_000_000_000  # between two log lines that memory is short, and two extents taken
+_HELD_LOOK_NS = 20_000_000  # between two looks at an extent whose blocks are held for long
+_FIT_MAX = 4  # extents that are being emptied at one time
 _MAPPED = ("mapping", "live")  # by all workers, also by those that come
 _LEAVING = ("retiring", "unmapping")
 
@@ -52,6 +54,18 @@ class Memory:
         self._short = False  # as the log was told
         self._told_ns = self._taken_ns = -_QUIET_NS
         self._released = False
+        self.emptying = False  # blocks are taken out of an extent, some in each turn
+        self._fit_ns = 0  # when to look again whether more is there than the cap allows
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Change the cap; while there is more than it allows, extents are given back."""
+        if capacity_bytes != self.pool.capacity_bytes:
+            log.info(
+                "cpu: capacity is %s now, was %s; %s are in use",
+                sized(capacity_bytes), sized(self.pool.capacity_bytes), sized(self.pool.used_bytes),
+            )  # fmt: skip
+            self.pool.capacity_bytes = capacity_bytes
+            self._fit_ns = 0
 
     def announce(self, namespace: Namespace, worker: int, now_ns: int) -> None:
         """Hand all of a namespace's memory to a worker that has just joined."""
@@ -102,24 +116,32 @@ class Memory:
         for tag, made in self.pool.poll():
             self._made(namespaces.get(tag), made)
         late: set[int] = set()
-        self._released = False
+        self._released = self.emptying = False
+        if self.pool.used_bytes > self.pool.capacity_bytes and now_ns >= self._fit_ns:
+            self._fit_ns = now_ns + _LOOK_NS
+            self._fit(namespaces.values())
         for namespace in visited:
             self._grow(namespaces, namespace)
             for extent, mapping in list(namespace.extents.items()):
                 if mapping.state == "live" and not mapping.waiting:
                     continue  # as nearly always
-                waiting = mapping.waiting.items()
-                late |= {worker for worker, asked in waiting if now_ns - asked > _MAP_LIMIT_NS}
-                retiring = mapping.state == "retiring"
-                if retiring and now_ns - mapping.since_ns > _RETIRE_LIMIT_NS:
-                    slots = namespace.slots_of(mapping)
-                    for session in namespace.sessions.values():
-                        if any(slot in slots for slot in session.granted):
-                            late.update(session.connections()[:1])
-                self._shrink(namespace, extent, mapping)
+                if now_ns >= mapping.look_ns:
+                    late |= self._late(namespace, mapping)
+                    self._shrink(namespace, extent, mapping)
         if self._released:  # whoever waits for memory need wait no longer
             for namespace in namespaces.values():
                 namespace.retry_ns = namespace.look_ns = 0
+        return late
+
+    def _late(self, namespace: Namespace, mapping: Mapping) -> set[int]:
+        """Return connections that have not mapped or unmapped an extent, or keep its slots."""
+        asked_ns = self._now_ns - _MAP_LIMIT_NS
+        late = {worker for worker, since_ns in mapping.waiting.items() if since_ns < asked_ns}
+        if mapping.state == "retiring" and self._now_ns - mapping.since_ns > _RETIRE_LIMIT_NS:
+            slots = namespace.slots_of(mapping)
+            for session in namespace.sessions.values():
+                if any(slot in slots for slot in session.granted):
+                    late.update(session.connections()[:1])
         return late
 
     def _made(self, namespace: Namespace | None, made: CpuExtent | Exception) -> None:
@@ -202,10 +224,31 @@ class Memory:
         for donor in [*unused, *richer][:1]:
             mapping = donor.shrinkable()
             if mapping is not None:
-                mapping.state, mapping.since_ns = "retiring", self._now_ns
-                self._wake(donor)
+                self._retire(donor, mapping)
                 return True
         return False
+
+    def _fit(self, namespaces: Collection[Namespace]) -> None:
+        """Retire extents while there are more than the cap allows, which was lowered.
+
+        Those of models that no engine has go first, then those of who has most. Blocks that are
+        read or written stay until that ends; some at a time, as each look at one takes a while.
+        """
+        leaving = [m for n in namespaces for m in n.extents.values() if m.state in _LEAVING]
+        too_much = self.pool.used_bytes - self.pool.capacity_bytes
+        too_many = -(-too_much // self.pool.extent_bytes) - len(leaving)
+        fresh = sum(self._now_ns - mapping.since_ns <= _RETIRE_LIMIT_NS for mapping in leaving)
+        for _ in range(min(too_many, _FIT_MAX - fresh)):
+            donors = [namespace for namespace in namespaces if namespace.has_live]
+            donor = max(donors, key=lambda n: (not n.sessions, n.live_extents), default=None)
+            mapping = None if donor is None else donor.shrinkable()
+            if donor is None or mapping is None:
+                return
+            self._retire(donor, mapping)
+
+    def _retire(self, donor: Namespace, mapping: Mapping) -> None:
+        mapping.state, mapping.since_ns = "retiring", self._now_ns
+        self._wake(donor)
 
     def give_back(self, namespace: Namespace, now_ns: int) -> None:
         """Retire all extents of a namespace that is not used."""
@@ -215,8 +258,13 @@ class Memory:
 
     def _shrink(self, namespace: Namespace, extent: int, mapping: Mapping) -> None:
         if mapping.state == "retiring":
+            fresh = self._now_ns - mapping.since_ns <= _RETIRE_LIMIT_NS
+            self.emptying |= fresh
+            if not fresh:  # a long load or hand-over may keep several
+                mapping.look_ns = self._now_ns + _HELD_LOOK_NS
             slots = [Slot(slot) for slot in namespace.slots_of(mapping)]
-            if namespace.manager.retire_slots(slots) == 0:
+            mapping.held = namespace.manager.retire_slots(slots)
+            if mapping.held == 0:
                 mapping.state = "unmapping"
                 mapping.since_ns = self._now_ns
                 mapping.waiting = dict.fromkeys(mapping.told, self._now_ns)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
-from kvstore.config import DISK_BYTES_MAX, DISK_BYTES_MIN
 from kvstore.core.errors import ProtocolError
 from kvstore.metrics import MEMORY, NVME, Numbers
 from kvstore.store.namespace import Namespace
 from kvstore.store.session import Phase, Session
 from kvstore.store.tier_guard import Plugin
-from kvstore.wire.engine import EVENTS, Query, Step
+from kvstore.wire.engine import EVENTS, Step
 from tiers.cpu import CpuMemory
 from tiers.nvme import NvmeDisk
 
@@ -30,23 +29,6 @@ def count_step(numbers: Numbers, step: Step, tiers: Collection[str]) -> None:
         if event not in EVENTS:
             raise ProtocolError(f"event {event!r}, expected one of {sorted(EVENTS)}")
         numbers.add("kvstore_engine_events", event, by=count)
-
-
-NO_DISK = "[nvme] in the store's configuration, found none; add it and start the store again"
-
-
-def resize(disk: NvmeDisk | None, query: Query) -> None:
-    """Give the NVMe tier another cap. Raises ProtocolError for what it cannot have."""
-    if (
-        query.tier != NVME
-        or disk is None
-        or not (DISK_BYTES_MIN <= query.capacity_bytes <= DISK_BYTES_MAX)
-    ):
-        have = f"{NVME} from {DISK_BYTES_MIN} to {DISK_BYTES_MAX} bytes" if disk else NO_DISK
-        raise ProtocolError(
-            f"resize of {query.tier!r} to {query.capacity_bytes} bytes, expected {have}"
-        )
-    disk.resize(query.capacity_bytes)
 
 
 def gauges(
@@ -68,6 +50,8 @@ def gauges(
         found["kvstore_slots", label, "free"] = len(manager.slots.free)
         found["kvstore_slots", label, "granted"] = len(manager.slots.granted)
         found["kvstore_slots", label, "used"] = manager.slots.used
+        leaving = namespace.extents.values()
+        found["kvstore_slots", label, "retiring"] = sum(mapping.held for mapping in leaving)
         found["kvstore_leases", label] = len(manager.leases)
         found["kvstore_jobs_open", label] = namespace.tiering.jobs_open
     for reason, count in numbers.evicted.items():

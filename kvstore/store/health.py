@@ -23,11 +23,19 @@ _WORDS = {
 class Health:
     """Written by the store's thread; any thread may read it."""
 
-    def __init__(self, tiers: Callable[[], Mapping[str, str]], systemd: Systemd | None) -> None:
-        """tiers(): the state of each tier below memory, on any thread."""
+    def __init__(
+        self,
+        tiers: Callable[[], Mapping[str, str]],
+        systemd: Systemd | None,
+        drains: Callable[[], str] = str,
+    ) -> None:
+        """tiers(): the state of each tier below memory, on any thread.
+
+        drains(): why a store that could takes no engine, on any thread.
+        """
         self.refuses = "the store is starting"  # why no engine is taken; "": they are
         self.copied = ""  # as the store ends: how many blocks of how many
-        self._tiers = tiers
+        self._tiers, self._drains = tiers, drains
         self._systemd = systemd
         self._watchdog_ns = systemd.watchdog_ns // 3 if systemd is not None else 0
         self._turn_ns = time.monotonic_ns()
@@ -60,7 +68,7 @@ class Health:
         """Tell systemd these lines, and the status in words if it is another one."""
         if self._systemd is None:
             return
-        said = [self.refuses or "serving"]
+        said = [self.refuses or self._drains() or "serving"]
         if self.copied:
             said.append(f"copied {self.copied} blocks that only memory had")
         states = self._tiers().items()
@@ -82,7 +90,7 @@ class Health:
     def not_ready(self) -> list[str]:
         """Say why the store is not ready; nothing if it is."""
         reasons = self.not_alive()
-        if self.refuses:
-            reasons.append(self.refuses)
+        if refuses := self.refuses or self._drains():
+            reasons.append(refuses)
         off = [name for name, state in self._tiers().items() if state == "off"]
         return reasons + [_WORDS["off"].format(name) for name in off]

@@ -102,10 +102,14 @@ class Lookups:
         peers: other stores, where they may be asked.
         """
         self._peers = peers
-        self._engine = engine
-        self._lease_ms = engine.lease_ns // 1_000_000
+        self.use(engine)
         self._numbers = numbers
         self._can_grow = can_grow
+
+    def use(self, engine: EngineConfig) -> None:
+        """Have other limits from now on; leases that are there keep theirs."""
+        self._engine = engine
+        self._lease_ms = engine.lease_ns // 1_000_000
 
     def ask(
         self, session: Session, namespace: Namespace, lookup: p.Lookup, now_ns: int

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class Mapping(msgspec.Struct, eq=False):
     """An extent in a namespace. waiting: connections that have to map or unmap it, since when.
 
-    told: who may have it mapped.
+    told: who may have it mapped. held: slots in use that keep it from being given back.
+    look_ns: there is nothing to do about it before.
     """
 
     memory: CpuExtent
@@ -34,6 +35,8 @@ class Mapping(msgspec.Struct, eq=False):
     waiting: dict[int, int]
     since_ns: int
     told: set[int]
+    held: int = 0
+    look_ns: int = 0
     state: str = "mapping"  # -> "live" -> "retiring" -> "unmapping" -> gone
 
 
@@ -111,7 +114,12 @@ class Namespace:
     @property
     def has_live(self) -> bool:
         """Tell whether an extent is in use, and not on its way."""
-        return any(mapping.state == "live" for mapping in self.extents.values())
+        return self.live_extents > 0
+
+    @property
+    def live_extents(self) -> int:
+        """Count the extents that are in use, and not on their way."""
+        return sum(mapping.state == "live" for mapping in self.extents.values())
 
     def shrinkable(self) -> Mapping | None:
         """Return a live extent to give up: the newest of those with the fewest slots on credit."""

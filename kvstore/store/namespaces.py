@@ -52,11 +52,21 @@ class Namespaces(dict[str, Namespace]):
         config = context.config
         self._visits = Visits()
         self._broken: set[str] = set()  # that have met a bug
-        self._backlog_ns = {tier.name: tier.backlog_ns for tier in config.tiers}
+        self._backlog_ns = _backlogs_of(config)
         self._budgets: dict[str, WriteBudget] = {}
         if config.nvme is not None:
-            self._backlog_ns[NVME] = config.nvme.backlog_ns
             self._budgets[NVME] = WriteBudget(config.nvme.write_budget_bytes)
+
+    def use(self, config: Config) -> None:
+        """Run with other settings: what waits for lower tiers, and is written to them."""
+        before, now = self._config.nvme, config.nvme
+        self._config, self._backlog_ns = config, _backlogs_of(config)
+        budgets = [nvme.write_budget_bytes for nvme in (before, now) if nvme is not None]
+        if len(set(budgets)) > 1:
+            self._budgets[NVME].change(budgets[1])
+        for namespace in self.values():
+            for name, backlog in namespace.tiering.backlogs.items():
+                backlog.limit_ns = self._backlog_ns.get(name, backlog.limit_ns)
 
     def find(self, layout: SlotLayout) -> Namespace:
         """Return the namespace of a layout, a new one if need be.
@@ -175,3 +185,9 @@ class Namespaces(dict[str, Namespace]):
         for namespace in self.values():
             with self._barrier.around("the end of a namespace's tiers"):
                 namespace.tiering.close()
+
+
+def _backlogs_of(config: Config) -> dict[str, int]:
+    """Return how long blocks may wait for each tier, by its name."""
+    found = {tier.name: tier.backlog_ns for tier in config.tiers}
+    return found if config.nvme is None else {**found, NVME: config.nvme.backlog_ns}

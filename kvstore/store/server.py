@@ -17,10 +17,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from kvstore.config import Config, EngineConfig, PeerConfig
+import msgspec
+
+from kvstore.barrier import Barrier
+from kvstore.config import Config, ConfigFile, EngineConfig, PeerConfig
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError, InvariantBroken, ProtocolError
 from kvstore.core.tier import SlotMemory, Tier, TierContext
@@ -33,7 +38,9 @@ from kvstore.listener import Listener
 from kvstore.logs import RateLog
 from kvstore.metrics import NVME
 from kvstore.store import metrics_endpoint
+from kvstore.store.edge_thread import EdgeThread
 from kvstore.store.health import Health
+from kvstore.store.live_settings import Reloaded
 from kvstore.store.metrics_endpoint import StoreCollector
 from kvstore.store.store import Store
 from kvstore.store.tier_guard import Plugin
@@ -120,8 +127,12 @@ class Server:
         listener: Listener,
         linger_s: float | None = None,
         systemd: Systemd | None = None,
+        source: ConfigFile | None = None,
     ) -> None:
-        """linger_s: a private store ends this long after its last client; None: never."""
+        """linger_s: a private store ends this long after its last client; None: never.
+
+        source: the file that reload() reads again.
+        """
         self._config = config
         self._listener = listener
         self._linger_s = linger_s
@@ -143,12 +154,17 @@ class Server:
         first = secrets.randbits(40) << 16
         self._peers = self._make_peers(config.peer, config.engine)
         self._plugins = [Plugin(tier) for tier in config.tiers]
-        self.health = Health(self._tier_states, systemd)
+        self.health = Health(self._tier_states, systemd, lambda: self.store.sessions.refuses)
         self._disk_ns = self._peers_ns = 0  # when they are polled again though nothing has come
         self.store = Store(
             config, pool, self._make_tiers, self._send, first, self._disk, self._peers
         )
         self.store.plugins = self._plugins
+        self._edge = EdgeThread()
+        self._hung_up = False  # SIGHUP came
+        self._around_edge = Barrier(self._said, self.store.met_a_bug).around("a reload")
+        if source is not None:
+            self.store.source, self.store.reload = source, self._reload
 
     @staticmethod
     def _make_peers(config: PeerConfig | None, engine: EngineConfig) -> Peers | None:
@@ -204,6 +220,7 @@ class Server:
             self._shut_down()
         finally:
             endpoint.close()
+            self._edge.close()
             for connection in self._connections.values():
                 connection.sock.close()
             self._connections.clear()
@@ -218,6 +235,39 @@ class Server:
     def stop(self, *_signal: object) -> None:
         """End the loop after this turn; a signal handler."""
         self._stopping = True
+
+    def hang_up(self, *_signal: object) -> None:
+        """Reload the settings in the next turn; a signal handler."""
+        self._hung_up = True
+
+    def _reload(self, connection: int | None) -> None:
+        """Read the file of settings again, elsewhere; the answer goes to a connection, and the log.
+
+        Raises ProtocolError where there is none.
+        """
+        source = self.store.source
+        if source is None:
+            log.warning("SIGHUP: this store has no file of settings to read again")
+            return
+        reading = self._edge.read_settings(Path(source.path))
+        self._edge.start(reading, partial(self._reloaded, connection))
+
+    def _reloaded(self, connection: int | None, read: Future[tuple[ConfigFile, Config]]) -> None:
+        """A file of settings has been read: run with what can change."""
+        try:
+            source, found = read.result()
+            differing = self.store.settings.take_over(found)
+        except ConfigError as exc:
+            log.error("settings not reloaded, and nothing has changed: %s", exc)
+            answer = Reloaded(error=str(exc))
+        else:
+            self.store.source = source
+            for difference in differing:
+                (log.info if difference.live else log.warning)("reload: %s", difference.text)
+            log.info("settings reloaded: %d differ from those that ran", len(differing))
+            answer = Reloaded(differing)
+        if connection is not None:
+            self._send(connection, p.Report(msgspec.json.encode(answer)), None)
 
     def await_gauges(self) -> None:
         """On a thread of the metrics: have the loop bring the gauges up to date."""
@@ -251,6 +301,11 @@ class Server:
             self._peers_ns = now_ns + _IDLE_NS
             peers.poll(now_ns)
         self.store.on_tick(now_ns)
+        if self._hung_up:
+            self._hung_up = False
+            self._reload(None)
+        with self._around_edge:
+            self._edge.poll()
         self._flush()
         self.health.turned(now_ns)
         if self._gauges_wanted.is_set() and now_ns - self._gauges_ns > _GAUGES_NS:
@@ -276,7 +331,7 @@ class Server:
             return
         sock.setblocking(False)
         process = peer_process(sock)
-        if not trusted(process.uid, self._config.server.allow):
+        if not trusted(process.uid, self.store.settings.running.server.allow):
             self._refuse(sock, process.uid)
             return
         connection = _Connection(self._next, sock)
@@ -350,6 +405,8 @@ class Server:
         connection = self._connections.get(number)
         if connection is not None:
             connection.send(message, fd)
+            if isinstance(message, p.Detach) and not self.store.sessions.may_write(number):
+                connection.refused = True  # an idle scheduler half reads nothing, but sees an end
 
     def _flush(self) -> None:
         reads = selectors.EVENT_READ
@@ -443,12 +500,14 @@ def serve(
     listener: Listener,
     linger_s: float | None = None,
     systemd: Systemd | None = None,
+    source: ConfigFile | None = None,
 ) -> None:
-    """Run a store in this process until SIGTERM, SIGINT or SIGHUP; closes the listener."""
+    """Run a store in this process until SIGTERM or SIGINT; SIGHUP reloads. Closes the listener."""
     with contextlib.closing(listener):
-        server = Server(config, listener, linger_s, systemd)
-        for end in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        server = Server(config, listener, linger_s, systemd, source)
+        for end in (signal.SIGTERM, signal.SIGINT):
             signal.signal(end, server.stop)
+        signal.signal(signal.SIGHUP, server.hang_up)
         collect_young_only()
         try:
             server.run()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 
+from kvstore.config import EngineConfig
 from kvstore.core import limits
 from kvstore.core.errors import KVStoreError, ProtocolError
 from kvstore.core.layout import slot_layout
@@ -46,11 +47,16 @@ class Sessions(dict[str, Session]):
         self._send, self._peers, self._barrier = context.send, context.peers, context.barrier
         self._next = first
         self._namespaces, self._memory, self._lookups = namespaces, memory, lookups
+        self.refuses = ""  # engines that have no session yet, and why
         self._said = RateLog(log)
         self._lives = RateLog(log, lines_max=LIVES_MAX)
         self.processes: dict[int, Process] = {}  # at the other end of connections
         self._by_connection: dict[int, Session] = {}
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
+
+    def use(self, engine: EngineConfig) -> None:
+        """Have other limits for engines that join from now on."""
+        self._engine = engine
 
     def of(self, connection: int) -> Session | None:
         """Return the session that a connection is part of."""
@@ -87,9 +93,9 @@ class Sessions(dict[str, Session]):
             raise ProtocolError("a second Hello")
         self._check_layers(hello)
         session = self.get(hello.engine)
+        early = self.refuses if session is None else ""
         if session is None:
             session = Session(self._next, hello.engine, hello.world)
-        early = ""
         if session.phase is Phase.ENDING:
             early = "the engine's last session is ending"
         elif session.taken(hello.role, hello.rank):

@@ -7,20 +7,22 @@ does the same with connections of its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from kvstore.barrier import Barrier
-from kvstore.config import Config
-from kvstore.core.errors import ProtocolError
+from kvstore.config import Config, ConfigFile
+from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.core.types import BlockKey, Changes, LeaseId, Slot, StoreOutcome
 from kvstore.handover.jobs import check_ranks
 from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.logs import RateLog, set_level
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
+from kvstore.store.drain import DRAIN_CANCEL, DRAIN_NOW, DRAINS, REFUSAL, Drain
 from kvstore.store.extents import Memory
-from kvstore.store.gauges import count_step, disk_gauges, gauges, plugin_gauges, resize
+from kvstore.store.gauges import count_step, disk_gauges, gauges, plugin_gauges
+from kvstore.store.live_settings import LiveSettings
 from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import MakeTiers, Namespaces, Send, StoreContext
@@ -35,6 +37,7 @@ from tiers.nvme import NvmeDisk
 log = logging.getLogger(__name__)
 
 BUG = "a bug of the store"
+QUERIES = ("stats", "clear", "resize", "reload", "source", "log-level", *DRAINS)
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
 
 OfPeers = p.Arrived | p.Target | p.BlocksWritten | p.Serves
@@ -71,7 +74,7 @@ class Store:
         self._send = send
         self._now_ns = 0
         self._said = RateLog(log, lambda: self._now_ns)
-        self._barrier = Barrier(self._said, self._met_a_bug)
+        self._barrier = Barrier(self._said, self.met_a_bug)
         self._around_extents = self._barrier.around("the extents of namespaces")
         self._clearing: list[int] = []  # connections that wait for the end of a clear
         context = StoreContext(config, self.numbers, send, peers, self._barrier)
@@ -82,11 +85,32 @@ class Store:
         self.sessions = Sessions(
             context, first_session, self.namespaces, self._memory, self._lookups
         )
+        self.drain = Drain(self.namespaces, self.sessions, self.numbers.moved)
+        self._around_drain = self._barrier.around("a drain", lambda: self._drain(DRAIN_CANCEL))
         self._peers = peers
         if peers is not None:
             peers.serve(self.namespaces, self.numbers, send)
         self._pool, self._disk = pool, disk
         self.plugins: Sequence[Plugin] = ()  # whose tiers are in make_tiers
+        self.settings = LiveSettings(config, pool.extent_bytes, self._use)
+        self.source: ConfigFile | None = None  # where the settings are from
+        self.reload: Callable[[int], None] = _no_file  # reads it, and answers this connection
+
+    def _use(self, config: Config) -> None:
+        """Run with other settings, of which those that are live have changed."""
+        self._engine = config.engine
+        self._lookups.use(config.engine)
+        self.sessions.use(config.engine)
+        self.namespaces.use(config)
+        self._memory.resize(config.cpu.capacity_bytes)
+        disk, nvme, peer = self._disk, config.nvme, config.peer
+        if disk is not None and nvme is not None and nvme.capacity_bytes != disk.capacity_bytes:
+            disk.resize(nvme.capacity_bytes)
+        if self._peers is not None and peer is not None:
+            waits, producer = self._peers.waits, self._peers.producer
+            waits.quiet_ns = config.engine.promote_ns
+            waits.limit_ns = config.engine.promote_limit_ns
+            producer.held.bytes_max = producer.request_leases.held_bytes_max = peer.held_bytes
 
     # Input from the server
 
@@ -171,6 +195,8 @@ class Store:
         self._barrier.each(visited, self._tick_namespace, self._give_up, _named)
         sessions = [s for s in self.sessions.values() if s.phase is not Phase.ENDING]
         self._barrier.each(sessions, self._tick_session, self._end_of_bug, _turns_of)
+        with self._around_drain:
+            self.drain.tick()
         if self._clearing and not any(n.manager.clearing for n in self.namespaces.awake):
             waiting, self._clearing = self._clearing, []
             for connection in waiting:
@@ -178,7 +204,8 @@ class Store:
         self._said.tick()
         self.sessions.tick()
 
-    def _met_a_bug(self) -> None:
+    def met_a_bug(self) -> None:
+        """Count a bug that cost something."""
         self.numbers.add("kvstore_refused", "internal")
 
     def _give_up(self, namespace: Namespace) -> None:
@@ -205,6 +232,8 @@ class Store:
     @property
     def busy(self) -> bool:
         """Tell whether something is under way that no message will announce."""
+        if self._memory.emptying or self.drain.looking:
+            return True
         for session in self.sessions.values():
             if session.asks:  # for a deadline, say
                 return True
@@ -229,7 +258,7 @@ class Store:
             for session in namespace.sessions.values():
                 if session.phase is Phase.ACTIVE:
                     session.heard(changes, on_disk)
-        namespace.tiering.left(changes.removed)
+        namespace.tiering.off_disk.left(changes.removed, manager.index)
         if changes.added:
             with namespace.around_tiers:
                 namespace.tiering.cascade(changes.added)
@@ -346,19 +375,50 @@ class Store:
                 self._disk.clear()
             self._clearing.append(connection)  # it hears when all slots are free
             return
-        if query.what == "resize":
-            resize(self._disk, query)
+        if query.what == "reload":
+            self.reload(connection)
+            return
+        if query.what in DRAINS:
+            self._drain(query.what)
+        elif query.what == "resize":
+            try:
+                self.settings.resize(query.tier, query.capacity_bytes)
+            except ConfigError as exc:
+                raise ProtocolError(str(exc)) from None
         elif query.what == "log-level":
             set_level(query.level)
-        elif query.what != "stats":
-            raise ProtocolError(f"query {query.what!r}, expected stats, clear, resize or log-level")
-        self._report(connection)
+        elif query.what not in QUERIES:
+            raise ProtocolError(f"query {query.what!r}, expected one of {', '.join(QUERIES)}")
+        self._report(connection, query.what)
 
-    def _report(self, connection: int) -> None:
-        self.refresh_gauges()
-        values = {**self.numbers.counts, **self.numbers.gauges}
-        body = msgspec.json.encode([[*key, value] for key, value in sorted(values.items())])
-        self._send(connection, p.Report(body), None)
+    def _drain(self, what: str) -> None:
+        if what == DRAIN_CANCEL:
+            self.drain.cancel()
+        else:
+            self.drain.start()
+        self.sessions.refuses = REFUSAL if self.drain.active else ""
+        if self._peers is not None:
+            self._peers.refuses = self.sessions.refuses
+        if what == DRAIN_NOW:
+            for session in self.sessions.values():
+                self.sessions.end(session, "drain", REFUSAL, calm=True)
+
+    @property
+    def draining(self) -> bool:
+        """Tell whether new engines and peers are refused."""
+        return self.drain.active
+
+    def _report(self, connection: int, what: str = "stats") -> None:
+        answer: object
+        if what in DRAINS:
+            answer = self.drain.state()
+        elif what == "source":
+            answer = self.source
+        else:
+            self.refresh_gauges()
+            values = {**self.numbers.counts, **self.numbers.gauges}
+            answer = [[*key, value] for key, value in sorted(values.items())]
+        self._send(connection, p.Report(msgspec.json.encode(answer)), None)
 
     def refresh_gauges(self) -> None:
         """Bring the gauges, and counters kept elsewhere, up to date."""
@@ -375,6 +435,10 @@ class Store:
         """Tell every engine that the store is shutting down."""
         for session in self.sessions.values():
             self.sessions.end(session, "shutdown", "the store is shutting down", calm=True)
+
+
+def _no_file(_connection: int) -> None:
+    raise ProtocolError("reload: this store has no file of settings; it is an engine's own")
 
 
 def _named(namespace: Namespace) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import pytest
 
-from kvstore.config import Config, parse
+from kvstore.config import Config, ConfigFile, parse
 from kvstore.core.layout import RankGeometry
 from kvstore.core.types import make_key
 from kvstore.listener import listen
@@ -46,9 +46,10 @@ class Reachable(Protocol):
 class LiveStore:
     """Runs a Server until the block ends; seconds: how long its end took."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, source: ConfigFile | None = None) -> None:
         at = config.server
-        self.server = Server(config, listen(at.socket, at.mode, at.group))
+        listener = listen(at.socket, at.mode, at.group)
+        self.server = Server(config, listener, source=source)
         self.path = config.server.socket
         self.seconds = 0.0
         self._thread = threading.Thread(target=self.server.run, name="store")

@@ -74,6 +74,8 @@ class Checks:
         self._pool = pool
         self._truth = truth
         self._engine = engine
+        self._used_bytes = 0
+        self._capacity_bytes = pool.capacity_bytes  # at the start, the most it ever has
         self._faults = faults
         self._checked: dict[str, dict[int, int]] = {}  # generation of a slot's bytes last seen
         self.hits = 0  # answers compared
@@ -211,7 +213,9 @@ class Checks:
 
     def _check_caps(self) -> None:
         store, engine = self._store, self._engine
-        assert self._pool.used_bytes <= self._pool.capacity_bytes
+        # A cap that was lowered is reached by and by; meanwhile nothing is added.
+        assert self._pool.used_bytes <= max(self._pool.capacity_bytes, self._used_bytes)
+        self._used_bytes = self._pool.used_bytes
         refused = store.numbers.counts.get(("kvstore_refused", "protocol"), 0)
         assert not refused, "a half broke the protocol"
         for session in store.sessions.values():
@@ -230,7 +234,7 @@ class Checks:
         for namespace in store.namespaces.values():
             for tier in namespace.tiering.tiers:
                 # All memory: it may have been one namespace's when it was looked at.
-                most = max(1, self._pool.capacity_bytes // namespace.layout.slot_bytes // 4)
+                most = max(1, self._capacity_bytes // namespace.layout.slot_bytes // 4)
                 pinned = namespace.tiering._storing[tier.name]
                 assert pinned <= most, f"{pinned} blocks are being written to a tier, not {most}"
 

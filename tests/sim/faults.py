@@ -11,8 +11,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from connectors.request_state import Phase as Asking
 from kvstore.core.index import State
+from kvstore.store import drain
 from kvstore.store.session import Phase
 from kvstore.wire import engine as p
 from tests.sim.host import Host
@@ -143,6 +146,31 @@ def _clear(world: World, _: Host, __: random.Random) -> bool:
     return True
 
 
+def _resize(world: World, _: Host, rng: random.Random) -> bool:
+    """An operator gives memory another cap."""
+    return world.resize(rng.randint(world.models, world.extents))
+
+
+def _reload(world: World, _: Host, rng: random.Random) -> bool:
+    """An operator changes how long engines may hold blocks, and wait for them."""
+    store, change = world.net.store, msgspec.structs.replace
+    if store is None:
+        return False
+    engine = change(
+        store.settings.running.engine,
+        lease_ns=rng.choice((15, 2_000)) * MS,
+        defer_ns=rng.choice((0, 100)) * MS,
+        promote_limit_ns=rng.choice((100, 60_000)) * MS,
+    )
+    store.settings.take_over(change(store.settings.running, engine=engine))
+    return True
+
+
+def _drain(world: World, _: Host, rng: random.Random) -> bool:
+    """An operator drains the store, or takes that back."""
+    return world.query(rng.choice(drain.DRAINS))
+
+
 def _damage(world: World, _: Host, rng: random.Random) -> bool:
     """A block in memory turns out damaged, as a reader's report says: one in use, if any is."""
     ready = [(n, e) for n in world.namespaces() for e in n.manager.index if e.state is State.READY]
@@ -175,12 +203,15 @@ FAULTS: dict[str, Callable[[World, Host, random.Random], bool]] = {
     "disk lies": _disk("lies"),
     "memory": _memory,
     "clear": _clear,
+    "resize": _resize,
+    "reload": _reload,
+    "drain": _drain,
     "damage": _damage,
     "reset": _reset,
 }
 BETWEEN_STEPS = ("engine", "reset")  # done by who takes the steps
 KINDS = tuple(FAULTS)
-_OF_STORE = ("kill", "down", "freeze", "memory", "clear", "damage")
+_OF_STORE = ("kill", "down", "freeze", "memory", "clear", "damage", "resize", "reload", "drain")
 _OF_DISK = ("disk freezes", "disk fails", "disk fills", "disk lies")
 IMPOSSIBLE: dict[tuple[str, str], str] = {
     **{(fault, "no store"): "there is nothing to hit" for fault in (*_OF_STORE, *_OF_DISK)},

@@ -23,9 +23,11 @@ from kvstore.config import Config, CpuConfig, EngineConfig, ServerConfig, TierCo
 from kvstore.core.index import State
 from kvstore.core.tier import SlotMemory, Tier, TierContext
 from kvstore.core.types import BlockKey
+from kvstore.store import drain
 from kvstore.store.namespace import Namespace
 from kvstore.store.session import Session
 from kvstore.store.store import Store
+from kvstore.wire import engine as p
 from tests.harness.fakes import SLOT_BYTES
 from tests.reference import VOCABULARY, Request
 from tests.reference.memory_tier import MemoryTier
@@ -100,10 +102,11 @@ class World:
         slots, extents = (8, 1) if self.churn else rng.choice(((8, 1), (16, 2), (60, 3)))
         slots = max(slots, 8 * (len(self._shape.groups) - 1))  # a hit takes one of each group
         self._pool_of = partial(Pool, self.net.fds, extents, slots)
+        self.extents, self._memory_bytes = extents, extents * slots * (SLOT_BYTES + 4)
         self._config = self._make_config()
         self._sessions = 0
         self.start_store()
-        self._models = 2 if extents == 3 and rng.random() < 0.4 and self._has("models") else 1
+        self.models = 2 if extents == 3 and rng.random() < 0.4 and self._has("models") else 1
         self._slowness = [rng.choice((0.0, 0.5, 0.9)) if self.faults else 0.1 for _ in range(2)]
         self.hosts: list[Host] = [self._make_host(number) for number in range(2)]
         self._workers = [worker for host in self.hosts for worker in host.workers]
@@ -113,7 +116,7 @@ class World:
         return feature not in self.cut.off
 
     def _make_host(self, number: int) -> Host:
-        model = f"model{number % self._models}"
+        model = f"model{number % self.models}"
         host = Host(self.net, self.rng, f"e{number}", self._shape, model)
         if not self._has("sends"):
             host.half.delays = 0.0
@@ -144,7 +147,8 @@ class World:
                 "tests.reference.memory_tier:MemoryTier", "nvme", {}, rng.choice((2, 640)) * MS
             ),
         )
-        server, cpu = ServerConfig("", None, (), None, 0o600), CpuConfig(1, 1, None)
+        server = ServerConfig("", None, (), None, 0o600)
+        cpu = CpuConfig(self._memory_bytes, 1, None)
         return Config(server, cpu, engine, None, tiers if self.tiered else ())
 
     # The store and its tiers
@@ -258,6 +262,17 @@ class World:
         if self._arrivals and rng.random() < 0.005:
             self.reset(host)
 
+    def resize(self, extents: int) -> bool:
+        """An operator gives memory a cap of so many extents."""
+        return self.query("resize", "cpu", extents * self.pool.extent_bytes)
+
+    def query(self, *what: str | int) -> bool:
+        """An operator asks for something, if there is a store."""
+        if self.net.store is None:
+            return False
+        self.net.store.on_message(0, p.Query(*what), self.net.now)  # type: ignore[arg-type]
+        return True
+
     def reset(self, host: Host) -> None:
         """The engine's weights change."""
         nonce = self._next_weights.to_bytes(8, "big")
@@ -367,6 +382,8 @@ class World:
             worker.stalled_until, worker.errors, worker.slowness = 0, 0.0, 0.0
         if self.net.store is None:
             self.start_store()
+        self.resize(self.extents)
+        self.query(drain.DRAIN_CANCEL)
         for disk in self.disks:
             disk.thaw()
 

@@ -1,0 +1,119 @@
+"""The edge thread: an asyncio loop for what is slow and rare, so that it never holds the store's.
+
+A call of the system that hangs, as on a network file system that has gone, holds a thread of its
+own. Those threads are daemons: the end of the process waits for asyncio's own, and not for these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import aiofiles
+
+from kvstore.config import (
+    FILE_BYTES_MAX,
+    Config,
+    ConfigFile,
+    of_text,
+    open_settings,
+    refuse_no_settings,
+    unreadable,
+)
+from kvstore.core.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+READ_S = 5.0  # for a file of settings; a disk that spins up takes less
+THREADS_MAX = 4  # that hang
+
+
+class _Daemons(Executor):
+    """A thread for each call, up to a number of them at one time."""
+
+    def __init__(self) -> None:
+        self._free = threading.Semaphore(THREADS_MAX)
+
+    def submit(self, call: Callable[P, R], /, *values: P.args, **named: P.kwargs) -> Future[R]:
+        """Raises ConfigError where too many calls hang."""
+        if not self._free.acquire(blocking=False):
+            raise ConfigError(f"{THREADS_MAX} calls of the file system hang: none is added")
+        future: Future[R] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call(*values, **named))
+            except BaseException as exc:  # noqa: BLE001 - the caller's, as in every executor
+                future.set_exception(exc)
+            finally:
+                self._free.release()
+
+        threading.Thread(target=run, name="kvstore-file", daemon=True).start()
+        return future
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped; what hangs is left behind."""
+    loop.run_forever()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
+class EdgeThread:
+    """Runs coroutines on a thread of its own, and their ends on the thread that calls poll().
+
+    The thread starts with the first of them.
+    """
+
+    def __init__(self) -> None:
+        self._daemons = _Daemons()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended: deque[Callable[[], None]] = deque()
+
+    def start(self, work: Coroutine[Any, Any, R], done: Callable[[Future[R]], None]) -> None:
+        """Begin to run work; done() gets its result in a later poll()."""
+        if self._loop is None:
+            self._loop = loop = asyncio.new_event_loop()
+            threading.Thread(target=_run, args=(loop,), name="kvstore-edge", daemon=True).start()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future.add_done_callback(lambda ended: self._ended.append(lambda: done(ended)))
+
+    def poll(self) -> None:
+        """Tell of what has ended."""
+        while self._ended:
+            self._ended.popleft()()
+
+    def close(self) -> None:
+        """End the thread, whatever hangs."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def read_settings(self, path: Path) -> tuple[ConfigFile, Config]:
+        """Read a file of settings. Raises ConfigError."""
+        reading = asyncio.ensure_future(self._read(path))
+        done, _ = await asyncio.wait([reading], timeout=READ_S)
+        if not done:
+            reading.cancel()  # and not waited for: its thread hangs
+            raise ConfigError(f"{path}: not read within {READ_S:g} s: its file system hangs")
+        data = reading.result()
+        return ConfigFile.of(path, data), of_text(data, path)
+
+    async def _read(self, path: Path) -> bytes:
+        loop, daemons = asyncio.get_running_loop(), self._daemons
+        try:
+            async with aiofiles.open(path, "rb", opener=open_settings, executor=daemons) as file:
+                found = await loop.run_in_executor(daemons, os.fstat, file.fileno())
+                refuse_no_settings(path, found)
+                data: bytes = await file.read(FILE_BYTES_MAX)
+                return data
+        except OSError as exc:
+            raise unreadable(path, exc) from exc
