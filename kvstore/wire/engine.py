@@ -210,7 +210,7 @@ class BlocksWritten(Message, frozen=True):
 
 
 class Query(Message, frozen=True):
-    """Admin: "stats", "clear", or "resize" with a tier and its new capacity."""
+    """Admin: what, as kvstore.store.store.QUERIES; "resize" has a tier and its new capacity."""
 
     what: Name
     tier: Name = ""
