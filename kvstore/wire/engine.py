@@ -219,7 +219,10 @@ class BlocksWritten(Message, frozen=True):
 
 
 class Query(Message, frozen=True):
-    """Admin: "stats", "clear", "resize" with a tier and its new capacity, "log-level" with one."""
+    """Admin: what, as kvstore.store.store.QUERIES; "resize" has a tier and its new capacity.
+
+    level: of "log-level".
+    """
 
     what: Name
     tier: Name = ""
