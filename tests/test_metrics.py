@@ -16,7 +16,9 @@ from kvstore.metrics import (
     EVICTIONS,
     HAND_OVER_EVENTS,
     MEMORY,
+    NAMESPACES_MAX,
     NVME,
+    OTHER,
     PEER,
     TABLE,
     TIER_EVENTS,
@@ -28,7 +30,7 @@ from tests.harness.fakes import Town, hashes
 from tests.reference.memory_tier import MemoryTier
 
 UNITS = ("bytes", "seconds", "tokens", "blocks", "lookups", "slots", "leases", "sessions", "tiers")
-NO_UNIT = {"events", "refused", "started", "ended", "open"}
+NO_UNIT = {"events", "refused", "started", "ended", "open", "info"}
 ROOT = Path(__file__).parent.parent
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -76,6 +78,13 @@ def samples() -> Samples:
 # The table
 
 
+def value(samples: Samples, name: str, **labels: str) -> float:
+    """Add up the series of a name that have these labels."""
+    found = [v for (n, have), v in samples.items() if n == name and labels.items() <= set(have)]
+    assert found, f"no {name} with {labels}"
+    return sum(found)
+
+
 def test_names_and_helps_follow_the_rules() -> None:
     for spec in TABLE:
         assert re.fullmatch(r"kvstore_[a-z]+(_[a-z]+)*", spec.name)
@@ -88,7 +97,7 @@ def test_names_and_helps_follow_the_rules() -> None:
 
 def test_M3_no_label_can_take_any_value() -> None:
     allowed = {"tier", "outcome", "reason", "event", "namespace", "direction", "state", "phase"}
-    allowed |= {"call", "le", "what"}
+    allowed |= {"call", "le", "what", "model", "dtype", "block_tokens", "block_bytes"}
     assert {label for spec in TABLE for label in spec.labels} <= allowed
     assert len({spec.name for spec in TABLE}) == len(TABLE)
 
@@ -117,8 +126,8 @@ def test_a_histogram_is_one_for_prometheus() -> None:
         dict(labels)["le"]: value for (n, labels), value in found.items() if n == f"{name}_bucket"
     }
     assert buckets == {
-        **dict.fromkeys(("0.001", "0.003", "0.01"), 1),
-        **dict.fromkeys(("0.03", "0.1", "0.3", "1.0", "3.0"), 3),
+        **dict.fromkeys(("0.0003", "0.001", "0.003", "0.01"), 1),
+        **dict.fromkeys(("0.03", "0.1", "0.3", "1.0", "3.0", "10.0"), 3),
         "+Inf": 4,
     }
     assert found[f"{name}_sum", ()] == 100.04
@@ -128,7 +137,7 @@ def test_a_histogram_is_one_for_prometheus() -> None:
 def test_everything_that_is_counted_is_in_the_table_and_not_negative() -> None:
     numbers = busy_town().store.numbers
     labels = {spec.name: len(spec.labels) for spec in TABLE}
-    for key, value in [*numbers.counts.items(), *numbers.gauges.items()]:
+    for key, value in numbers.values().items():
         assert labels[key[0]] == len(key) - 1, key
         assert value >= 0, key
 
@@ -138,8 +147,10 @@ def counters(found: Samples) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
 
 
 def test_M3_every_counter_is_there_at_0_from_the_start(samples: Samples) -> None:
-    before = scrape(Town(tiers=[("shelf", MemoryTier)]).store.numbers)
-    assert set(before.values()) == {0}
+    town = Town(tiers=[("shelf", MemoryTier)])
+    assert set(scrape(town.store.numbers).values()) == {0}
+    town.attach()
+    before = scrape(town.store.numbers)
     assert counters(before) == counters(samples), "what a busy store counts was there before"
 
 
@@ -152,7 +163,7 @@ def test_M3_a_store_with_a_disk_and_peers_has_their_counters_too() -> None:
         if spec.kind == "counter":
             assert any(name == f"{spec.name}_total" for name, _ in found), spec.name
     for tier, event in [(NVME, "stored_failed"), (NVME, "damaged"), (PEER, "corrupt")]:
-        labels = (("event", event), ("tier", tier))
+        labels = (("event", event), ("namespace", OTHER), ("tier", tier))
         assert found["kvstore_tier_blocks_total", labels] == 0
     assert found["kvstore_hand_over_events_total", (("event", "unauthorised"),)] == 0
 
@@ -166,7 +177,7 @@ def literals(path: Path) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             called, places = node.func.attr, [p for a in node.args for p in constants(a)]
             if called == "add" and places and places[0].startswith("kvstore_"):
-                yield from ((places[0], label) for label in places[1:2])
+                yield from ((places[0], label) for label in places[-1:] if len(places) > 1)
             if called in ("drop", "end") and places:
                 yield called, places[0]
 
@@ -216,37 +227,35 @@ def test_M3_what_a_forgotten_namespace_has_counted_stays_in_the_totals() -> None
     town.store.namespaces.clear()
     town.store.refresh_gauges()
     after = scrape(town.store.numbers)
-    assert before["kvstore_evicted_blocks_total", (("reason", "capacity"),)] > 0
+    assert value(before, "kvstore_evicted_blocks_total", reason="capacity") > 0
     for key in counters(before):
         assert after[key] == before[key], key
 
 
 def test_M1_tokens_hit_by_tier_over_tokens_looked_up_is_the_hit_rate(samples: Samples) -> None:
-    asked = samples["kvstore_lookup_tokens_total", ()]
+    asked = value(samples, "kvstore_lookup_tokens_total")
     hits = {
         dict(labels)["tier"]: value
         for (name, labels), value in samples.items()
-        if name == "kvstore_hit_tokens_total"
+        if name == "kvstore_hit_tokens_total" and ("namespace", OTHER) not in labels
     }
     assert hits == {"cpu": 30, "shelf": 10}
     assert sum(hits.values()) / asked == 0.4
 
 
 def test_outcomes_and_events_are_counted(samples: Samples) -> None:
-    def value(name: str, **labels: str) -> float:
-        return samples[name, tuple(sorted(labels.items()))]
-
-    assert value("kvstore_lookups_total", outcome="hit") == 1
-    assert value("kvstore_lookups_total", outcome="miss") == 1
-    assert value("kvstore_stored_blocks_total", outcome="stored") == 60
-    assert value("kvstore_engine_events_total", event="deferred") == 2
-    assert value("kvstore_refused_total", reason="protocol") == 1
-    assert value("kvstore_copied_bytes_total", direction="load") == 4096
-    assert value("kvstore_copy_seconds_total", direction="load") == 0.5
-    assert value("kvstore_tier_blocks_total", tier="shelf", event="stored") == 60
-    assert value("kvstore_evicted_blocks_total", reason="capacity") > 0
-    assert value("kvstore_sessions", phase="active") == 1
-    assert value("kvstore_memory_bytes", tier="cpu") <= value("kvstore_capacity_bytes", tier="cpu")
+    assert value(samples, "kvstore_lookups_total", outcome="hit") == 1
+    assert value(samples, "kvstore_lookups_total", outcome="miss") == 1
+    assert value(samples, "kvstore_stored_blocks_total", outcome="stored") == 60
+    assert value(samples, "kvstore_engine_events_total", event="deferred") == 2
+    assert value(samples, "kvstore_refused_total", reason="protocol") == 1
+    assert value(samples, "kvstore_copied_bytes_total", direction="load") == 4096
+    assert value(samples, "kvstore_copy_seconds_total", direction="load") == 0.5
+    assert value(samples, "kvstore_tier_blocks_total", tier="shelf", event="stored") == 60
+    assert value(samples, "kvstore_evicted_blocks_total", reason="capacity") > 0
+    assert value(samples, "kvstore_sessions", phase="active") == 1
+    used = value(samples, "kvstore_memory_bytes", tier="cpu")
+    assert used <= value(samples, "kvstore_capacity_bytes", tier="cpu")
 
 
 def test_M3_label_values_do_not_grow_with_requests(samples: Samples) -> None:
@@ -263,3 +272,64 @@ def test_M3_label_values_do_not_grow_with_requests(samples: Samples) -> None:
     for step in (p.Step(counts={"made_up": 1}), p.Step(hit_tokens={"made_up": 1})):
         town.say(live.scheduler, step)
     assert not [key for key in town.store.numbers.counts if "made_up" in key]
+
+
+# Namespaces
+
+
+OF_LOWER_TIERS = {"kvstore_tier_blocks"}
+
+
+def series_of(town: Town, namespace: str) -> set[str]:
+    """The names of the counters that have a series of a namespace."""
+    found = scrape(town.store.numbers)
+    return {name for name, labels in counters(found) if ("namespace", namespace) in labels}
+
+
+def test_Q1_a_namespace_is_named_by_the_first_engine_and_its_counters_bear_its_label() -> None:
+    town = Town()
+    first = town.attach("first", model="qwen\n" + "x" * 200, dtype="bfloat16")
+    second = town.attach("second", model="another-name")
+    other = town.attach("other", identity="another model")
+    for live in (first, other):
+        live.put(hashes(3))
+        live.step(lookup_tokens=50, hit_tokens={"cpu": 16})
+    second.step(lookup_tokens=50, hit_tokens={"cpu": 32})
+    town.store.refresh_gauges()
+    found = scrape(town.store.numbers)
+    told = [dict(labels) for (name, labels) in found if name == "kvstore_namespace_info"]
+    by_model = {each["model"]: each for each in told}
+    cut = "qwen?" + "x" * 95
+    assert by_model.keys() == {cut, "another model"}
+    label = by_model[cut]["namespace"]
+    assert by_model[cut] == {
+        "namespace": label, "model": cut, "dtype": "bfloat16", "block_tokens": "16",
+        "block_bytes": "4096",
+    }  # fmt: skip
+    assert value(found, "kvstore_lookup_tokens_total", namespace=label) == 100
+    assert value(found, "kvstore_hit_tokens_total", namespace=label, tier="cpu") == 48
+    assert value(found, "kvstore_stored_blocks_total", namespace=label, outcome="stored") == 3
+    assert value(found, "kvstore_stored_blocks_total", namespace=OTHER) == 0
+    assert value(found, "kvstore_lookup_tokens_total") == 150
+    counted = {s.name for s in TABLE if "namespace" in s.labels and s.kind == "counter"}
+    assert series_of(town, label) == {f"{name}_total" for name in counted - OF_LOWER_TIERS}
+
+
+def test_Q1_namespaces_that_are_gone_keep_no_unbounded_series() -> None:
+    numbers = Numbers()
+    numbers.start([MEMORY])
+    served = [numbers.open_namespace(f"{n:012x}") for n in range(NAMESPACES_MAX)]
+    assert numbers.open_namespace("one more of them") == OTHER, "there is no room"
+    full = len(numbers.counts)
+    for label in served[:2]:
+        numbers.add("kvstore_lookup_tokens", label, by=5)
+        numbers.close_namespace(label)
+    assert numbers.open_namespace(served[0]) == served[0]
+    assert numbers.value("kvstore_lookup_tokens", served[0]) == 5, "it goes on where it was"
+    for n in range(1000):
+        label = numbers.open_namespace(f"unnamed{n:05}")
+        assert label == f"unnamed{n:05}"
+        numbers.close_namespace(label)
+    assert len(numbers.counts) == full
+    assert numbers.value("kvstore_lookup_tokens", served[1]) == 0, "it made room"
+    assert numbers.label_of("unnamed00001") == OTHER

@@ -53,17 +53,13 @@ class Manager:
         self,
         rules: Sequence[GroupRule],
         generations: Generations,
-        evictions: Counter[str] | None = None,
     ) -> None:
-        """generations: has a counter for every slot added; the caller sees to that.
-
-        evictions: counts blocks that leave, by reason; managers may share one.
-        """
+        """generations: has a counter for every slot added; the caller sees to that."""
         self.rules = tuple(rules)
         self._one_full = [rule.trailing for rule in rules] == [None]
         self.index = Index()
         self.leases = LeaseBook()
-        self.evictions: Counter[str] = Counter() if evictions is None else evictions
+        self.evictions: Counter[str] = Counter()  # of blocks, by reason; may be emptied
         self.slots = Slots(generations)
         self._policy = LeafLRU()
         self._sweep: Iterator[list[Entry]] = iter(())  # for blocks in slots to be retired

@@ -81,15 +81,14 @@ class Tiering:
         backlog_ns: Mapping[str, int] | None = None,
         budgets: Mapping[str, WriteBudget] | None = None,
         remote: Sequence[Tier] = (),
-        counts: Counter[tuple[str, str]] | None = None,
     ) -> None:
         """tiers: fastest first. backlog_ns: how long blocks may wait for a tier, by its name.
 
         remote: tiers that are asked after the others, and never written to.
         budgets: what may be written to a tier, by its name; other namespaces share them.
-        counts: blocks moved, by (tier, event); other namespaces may share it.
         """
-        self.counts: Counter[tuple[str, str]] = Counter() if counts is None else counts
+        # Blocks moved, by (tier, event); may be emptied.
+        self.counts: Counter[tuple[str, str]] = Counter()
         self.tiers = tuple(tiers)
         self.sources = (*tiers, *remote)
         # Asked here once: it takes 5 us.

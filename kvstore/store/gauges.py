@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from kvstore.config import DISK_BYTES_MAX, DISK_BYTES_MIN
 from kvstore.core.errors import ProtocolError
-from kvstore.metrics import MEMORY, NVME, Numbers
+from kvstore.core.layout import SlotLayout
+from kvstore.metrics import LABEL_DIGITS, MEMORY, NVME, Numbers
 from kvstore.store.namespace import Namespace
 from kvstore.store.session import Phase, Session
 from kvstore.store.tier_guard import Plugin
@@ -15,17 +15,21 @@ from kvstore.wire.engine import EVENTS, Query, Step
 from tiers.cpu import CpuMemory
 from tiers.nvme import NvmeDisk
 
+TOLD_MAX = 100  # characters of a label that an engine has told
 DISK_STATES = ("ok", "loading", "read_only", "off")
 
 
-def count_step(numbers: Numbers, step: Step, tiers: Collection[str]) -> None:
-    """Add what a scheduler half has counted. Raises ProtocolError for unknown names."""
+def count_step(numbers: Numbers, label: str, step: Step, tiers: Collection[str]) -> None:
+    """Add what a scheduler half has counted; label: its namespace's.
+
+    Raises ProtocolError for unknown names.
+    """
     if step.lookup_tokens:
-        numbers.add("kvstore_lookup_tokens", by=step.lookup_tokens)
+        numbers.add("kvstore_lookup_tokens", label, by=step.lookup_tokens)
     for tier, tokens in step.hit_tokens.items():
         if tier not in tiers:
             raise ProtocolError(f"tier {tier!r}, expected one of {tiers}")
-        numbers.add("kvstore_hit_tokens", tier, by=tokens)
+        numbers.add("kvstore_hit_tokens", label, tier, by=tokens)
     for event, count in step.counts.items():
         if event not in EVENTS:
             raise ProtocolError(f"event {event!r}, expected one of {sorted(EVENTS)}")
@@ -50,9 +54,8 @@ def gauges(
     pool: CpuMemory,
     sessions: Iterable[Session],
     namespaces: Mapping[str, Namespace],
-    numbers: Numbers,
 ) -> dict[tuple[str, ...], float]:
-    """Return gauges, and counters kept elsewhere, by metric name and label values."""
+    """Return gauges by metric name and label values, and have namespaces add what they count."""
     found: dict[tuple[str, ...], float] = {}
     found["kvstore_capacity_bytes", MEMORY] = pool.capacity_bytes
     found["kvstore_memory_bytes", MEMORY] = pool.used_bytes
@@ -61,21 +64,28 @@ def gauges(
     for session in sessions:
         found["kvstore_sessions", session.phase.value] += 1
     for digest, namespace in namespaces.items():
-        manager, label = namespace.manager, digest[:12]
+        namespace.count()
+        manager, label = namespace.manager, digest[:LABEL_DIGITS]
+        found["kvstore_namespace_info", label, *_described(namespace.layout)] = 1
         found["kvstore_slots", label, "free"] = len(manager.slots.free)
         found["kvstore_slots", label, "granted"] = len(manager.slots.granted)
         found["kvstore_slots", label, "used"] = manager.slots.used
         found["kvstore_leases", label] = len(manager.leases)
         found["kvstore_jobs_open", label] = namespace.tiering.jobs_open
-    for reason, count in numbers.evicted.items():
-        found["kvstore_evicted_blocks", reason] = count
-    for (tier, what), count in numbers.moved.items():
-        found["kvstore_tier_blocks", tier, what] = count
     return found
 
 
-def disk_gauges(disk: NvmeDisk) -> dict[tuple[str, ...], float]:
-    """Return gauges, and counters kept there, of the NVMe tier."""
+def _described(layout: SlotLayout) -> tuple[str, str, str, str]:
+    """Return model, data type, tokens of a block and its bytes, as an engine has told them."""
+    told = [
+        "".join(c if c.isprintable() else "?" for c in layout.traits.get(name, "")[:TOLD_MAX])
+        for name in ("model", "dtype", "block tokens")
+    ]
+    return told[0], told[1], told[2], str(layout.slot_bytes)
+
+
+def disk_gauges(disk: NvmeDisk, numbers: Numbers) -> dict[tuple[str, ...], float]:
+    """Return the gauges of the NVMe tier, and take over what it has counted."""
     found: dict[tuple[str, ...], float] = {}
     found["kvstore_capacity_bytes", NVME] = disk.capacity_bytes
     found["kvstore_memory_bytes", NVME] = disk.used_bytes
@@ -83,16 +93,16 @@ def disk_gauges(disk: NvmeDisk) -> dict[tuple[str, ...], float]:
         found["kvstore_tiers", NVME, state] = float(disk.state == state)
     for what, seconds in disk.stalled_s.items():
         found["kvstore_tier_stalled_seconds", NVME, what] = seconds
-    counts: Counter[str] = Counter()
     for space in disk.spaces:
-        counts.update(space.counts)
+        told = numbers.label_of(space.digest)
+        for event, count in space.counts.items():
+            numbers.add("kvstore_tier_blocks", told, NVME, event, by=count)
+        space.counts.clear()
         if not space.total:
             continue  # nothing of it is here, and there may have been many
-        label = space.digest[:12]
+        label = space.digest[:LABEL_DIGITS]
         found["kvstore_tier_slots", NVME, label, "free"] = space.free
         found["kvstore_tier_slots", NVME, label, "used"] = space.total - space.free
-    for event, count in counts.items():
-        found["kvstore_tier_blocks", NVME, event] = count
     return found
 
 

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from kvstore.config import Address
 from kvstore.core.errors import ConfigError
-from kvstore.metrics import BUCKETS, SUM, TABLE, Numbers
+from kvstore.metrics import TABLE, Numbers
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +44,10 @@ class StoreCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric of the table, present or not."""
         self._refresh()
-        values = {**dict(self._numbers.counts), **dict(self._numbers.gauges)}
+        values, histograms = self._numbers.values(), self._numbers.histograms
         for spec in TABLE:
             if spec.kind == "histogram":
-                counts = [(most, values.get((spec.name, most), 0)) for most in BUCKETS]
-                total = values.get((spec.name, SUM), 0)
+                *counts, (_, total) = histograms[spec.name].rows()
                 yield HistogramMetricFamily(spec.name, spec.help, counts, total)
                 continue
             kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily

@@ -43,10 +43,12 @@ class Namespace:
     def __init__(
         self, layout: SlotLayout, numbers: Numbers, make_tiering: Callable[[Namespace], Tiering]
     ) -> None:
-        """numbers: counts for all namespaces: nothing is lost with one that is forgotten."""
+        """numbers: of the store, which go on when this one is forgotten."""
         self.layout = layout
+        self._numbers = numbers
+        self.label = numbers.open_namespace(layout.digest)
         self.generations = Generations()
-        self.manager = Manager(layout.rules, self.generations, evictions=numbers.evicted)
+        self.manager = Manager(layout.rules, self.generations)
         self.tiering = make_tiering(self)
         self.around_tiers = Ended(lambda _: False)  # ends what they raise, in a store
         self.engines = Engines()
@@ -119,6 +121,22 @@ class Namespace:
         per = max(1, self._per_extent)
         on_credit = Counter(slot // per * per for slot in self.manager.slots.granted)
         return min(reversed(live), key=lambda mapping: on_credit[mapping.first], default=None)
+
+    def count(self) -> None:
+        """Add what its manager and its tiers have counted since the last call."""
+        numbers, label = self._numbers, self.label
+        evictions, moved = self.manager.evictions, self.tiering.counts
+        for reason, count in evictions.items():
+            numbers.add("kvstore_evicted_blocks", label, reason, by=count)
+        for (tier, event), count in moved.items():
+            numbers.add("kvstore_tier_blocks", label, tier, event, by=count)
+        evictions.clear()
+        moved.clear()
+
+    def end_count(self) -> None:
+        """Count for the last time: it is forgotten, or given up."""
+        self.count()
+        self._numbers.close_namespace(self.label)
 
     @property
     def at_rest(self) -> bool:

@@ -94,7 +94,6 @@ class Namespaces(dict[str, Namespace]):
             backlog_ns=self._backlog_ns,
             budgets=self._budgets,
             remote=remote,
-            counts=self._numbers.moved,
         )
 
     # Turns
@@ -146,7 +145,8 @@ class Namespaces(dict[str, Namespace]):
         digest = namespace.layout.digest
         log.error("namespace %s is off until the store is started again", digest[:12])
         self._broken.add(digest)
-        self.pop(digest, None)
+        if self.pop(digest, None) is not None:
+            namespace.end_count()
 
     def forget(self, namespace: Namespace) -> None:
         """Forget a namespace that has given its memory back, unless a peer may ask for its blocks.
@@ -155,6 +155,7 @@ class Namespaces(dict[str, Namespace]):
         """
         if self._peers is None or self._peers.forget(namespace):
             namespace.tiering.close()
+            namespace.end_count()
             del self[namespace.layout.digest]
             log.debug("namespace %s is forgotten", namespace.layout.digest[:12])
 

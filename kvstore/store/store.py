@@ -7,6 +7,7 @@ does the same with connections of its own.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -265,7 +266,7 @@ class Store:
             raise ProtocolError("Step before Welcome")
         for lease_id in step.release:
             self._lookups.end_lease(session, namespace, LeaseId(lease_id))
-        count_step(self.numbers, step, self._tier_names)
+        count_step(self.numbers, namespace.label, step, self._tier_names)
         for shown in step.engine_blocks:
             namespace.engines.announce(session.number, shown, session.granted)
         if self._peers is not None and not namespace.layout.unnamed:
@@ -283,8 +284,9 @@ class Store:
             raise ProtocolError(f"{len(message.keys)} keys for {len(slots)} slots")
         manager = namespace.manager
         size = namespace.layout.slot_bytes // session.world
-        self.numbers.add("kvstore_copied_bytes", "store", by=len(slots) * size)
-        self.numbers.add("kvstore_copy_seconds", "store", by=message.seconds)
+        numbers, label, outcomes = self.numbers, namespace.label, Counter[str]()
+        numbers.add("kvstore_copied_bytes", label, "store", by=len(slots) * size)
+        numbers.add("kvstore_copy_seconds", label, "store", by=message.seconds)
         for number, key, parent in zip(slots, message.keys, message.parents, strict=True):
             slot = Slot(number)
             if slot not in session.granted:
@@ -302,11 +304,13 @@ class Store:
                 session.granted.discard(slot)
                 outcome = manager.complete_store(slot, ok=writing.ok)
                 namespace.engines.stored(session.number, slot, BlockKey(key), ok=writing.ok)
-                self.numbers.add("kvstore_stored_blocks", outcome.value)
+                outcomes[outcome.value] += 1
+        for name, count in outcomes.items():
+            numbers.add("kvstore_stored_blocks", label, name, by=count)
 
     def _loaded(self, session: Session, namespace: Namespace, rank: int, message: p.Loaded) -> None:
-        self.numbers.add("kvstore_copied_bytes", "load", by=message.copied_bytes)
-        self.numbers.add("kvstore_copy_seconds", "load", by=message.seconds)
+        self.numbers.add("kvstore_copied_bytes", namespace.label, "load", by=message.copied_bytes)
+        self.numbers.add("kvstore_copy_seconds", namespace.label, "load", by=message.seconds)
         lease_id = LeaseId(message.lease)
         damaged = framing.from_u32(message.damaged)
         found = session.loaded(lease_id, rank, damaged, late=message.late > 0)
@@ -348,16 +352,16 @@ class Store:
 
     def _report(self, connection: int) -> None:
         self.refresh_gauges()
-        values = {**self.numbers.counts, **self.numbers.gauges}
-        body = msgspec.json.encode([[*key, value] for key, value in sorted(values.items())])
+        values = sorted(self.numbers.values().items())
+        body = msgspec.json.encode([[*key, value] for key, value in values])
         self._send(connection, p.Report(body), None)
 
     def refresh_gauges(self) -> None:
         """Bring the gauges, and counters kept elsewhere, up to date."""
         with self._barrier.around("gauges"):
-            found = gauges(self._pool, self.sessions.values(), self.namespaces, self.numbers)
+            found = gauges(self._pool, self.sessions.values(), self.namespaces)
             if self._disk is not None:
-                found |= disk_gauges(self._disk)
+                found |= disk_gauges(self._disk, self.numbers)
             found |= plugin_gauges(self.plugins)
             if self._peers is not None:
                 found |= self._peers.gauges()
