@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from kvstore.core.types import StoreOutcome
-from kvstore.wire.engine import EVENTS
+from kvstore.wire.engine import EVENTS, MISSES
 
 MEMORY = "cpu"  # the memory pool's tier label
 NVME = "nvme"
@@ -74,6 +74,9 @@ TABLE = (
     Spec("kvstore_hit_tokens", "counter",
          "Tokens served from the store, by the tier that held them first.",
          ("namespace", "tier")),
+    Spec("kvstore_missed_tokens", "counter",
+         "Tokens looked up and not served, by reason; hits and these are all that was looked up.",
+         ("namespace", "reason"), MISSES),
     Spec("kvstore_lookups", "counter",
          "Lookups answered, by outcome: hit, miss, capped, expired.",
          ("outcome",), ("hit", "miss", "capped", "expired")),
@@ -106,6 +109,17 @@ TABLE = (
     Spec("kvstore_hand_over_held_seconds", "histogram",
          "Time from the end of a handed-over request until all its blocks are in slots.",
          ("le",), bounds=SHORT_S),
+    Spec("kvstore_evicted_idle_seconds", "histogram",
+         "Time since the last use of blocks that are evicted, sampled once per batch.",
+         ("le",), bounds=LONG_S),
+    Spec("kvstore_evicted_age_seconds", "histogram",
+         "Time in memory of blocks that are evicted, sampled once per batch.",
+         ("le",), bounds=LONG_S),
+    Spec("kvstore_evicted_gap_seconds", "histogram",
+         "Time from a block's eviction from memory to the next lookup of it, once per lookup.",
+         ("le",), bounds=LONG_S),
+    Spec("kvstore_lookup_seconds", "histogram",
+         "Time from a lookup's arrival to its answer.", ("le",), bounds=SHORT_S),
     Spec("kvstore_sessions_started", "counter",
          "Engine sessions that became active."),
     Spec("kvstore_sessions_ended", "counter",

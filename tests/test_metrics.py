@@ -62,7 +62,8 @@ def busy_town() -> Town:
     live.hit(hashes(3, "request19"))
     live.hit(hashes(3, "nobody"))
     hits = {"cpu": 30, "shelf": 10}
-    live.step(lookup_tokens=100, hit_tokens=hits, counts={"deferred": 2})
+    missed = {"evicted": 35, "tail": 25}
+    live.step(lookup_tokens=100, hit_tokens=hits, missed_tokens=missed, counts={"deferred": 2})
     town.say(live.workers[0], p.Loaded(1, 4096, 0.5))
     town.say(town.connect(), p.Step())
     town.settle(live)
@@ -269,7 +270,7 @@ def test_M3_label_values_do_not_grow_with_requests(samples: Samples) -> None:
     town.store.refresh_gauges()
     more = scrape(town.store.numbers)
     assert set(more) == set(samples)
-    for step in (p.Step(counts={"made_up": 1}), p.Step(hit_tokens={"made_up": 1})):
+    for step in (p.Step(counts={"made_up": 1}), p.Step(lookup_tokens=1, hit_tokens={"made_up": 1})):
         town.say(live.scheduler, step)
     assert not [key for key in town.store.numbers.counts if "made_up" in key]
 
@@ -293,8 +294,8 @@ def test_Q1_a_namespace_is_named_by_the_first_engine_and_its_counters_bear_its_l
     other = town.attach("other", identity="another model")
     for live in (first, other):
         live.put(hashes(3))
-        live.step(lookup_tokens=50, hit_tokens={"cpu": 16})
-    second.step(lookup_tokens=50, hit_tokens={"cpu": 32})
+        live.step(lookup_tokens=50, hit_tokens={"cpu": 16}, missed_tokens={"tail": 34})
+    second.step(lookup_tokens=50, hit_tokens={"cpu": 32}, missed_tokens={"tail": 18})
     town.store.refresh_gauges()
     found = scrape(town.store.numbers)
     told = [dict(labels) for (name, labels) in found if name == "kvstore_namespace_info"]
@@ -306,6 +307,7 @@ def test_Q1_a_namespace_is_named_by_the_first_engine_and_its_counters_bear_its_l
         "namespace": label, "model": cut, "dtype": "bfloat16", "block_tokens": "16",
         "block_bytes": "4096",
     }  # fmt: skip
+    assert value(found, "kvstore_missed_tokens_total", namespace=label, reason="tail") == 52
     assert value(found, "kvstore_lookup_tokens_total", namespace=label) == 100
     assert value(found, "kvstore_hit_tokens_total", namespace=label, tier="cpu") == 48
     assert value(found, "kvstore_stored_blocks_total", namespace=label, outcome="stored") == 3

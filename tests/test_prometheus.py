@@ -28,7 +28,12 @@ def test_M1_M3_every_query_in_the_docs_returns_data(tmp_path: Path) -> None:
             watch.seen()
             live.put(chain := hashes(4))
             live.read(live.ask(chain))
-            used = p.Step(lookup_tokens=100, hit_tokens={"cpu": 60}, counts={"timed_out": 1})
+            used = p.Step(
+                lookup_tokens=100,
+                hit_tokens={"cpu": 60},
+                missed_tokens={"tail": 40},
+                counts={"timed_out": 1},
+            )
             live.scheduler.send(used)
             with client(store) as stranger:
                 stranger.sock.sendall(b"\xff" * 64)

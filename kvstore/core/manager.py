@@ -26,13 +26,14 @@ Pure: no clock, thread, file or socket. Time comes in as now_ns, on one thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import cast
 
 from kvstore.core.errors import InvariantBroken, check
 from kvstore.core.eviction import LeafLRU
+from kvstore.core.ghosts import Ghosts
 from kvstore.core.index import Entry, Index, Path, State
 from kvstore.core.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
 from kvstore.core.lookup import Answer, Below, common_hit
@@ -42,6 +43,7 @@ from kvstore.core.types import BlockKey, Chain, Changes, GroupRule, LeaseId, Slo
 _WRITING, _COMING, _READY, _DROPPED = State  # a member of an enum takes 0.1 us to read
 _HERE = (_READY, _COMING)
 _STORED = StoreOutcome.STORED
+_SAMPLED = 4  # of the blocks that one call evicts, whose age and idle time are told
 _SWEEP_MAX = 4096  # blocks that one call looks at when slots are taken away
 CLEAR_MAX = 1024  # cleared blocks whose slots one call gives back
 
@@ -53,8 +55,14 @@ class Manager:
         self,
         rules: Sequence[GroupRule],
         generations: Generations,
+        ghosts: Ghosts | None = None,
+        aged: Callable[[int, int, int], object] = lambda *_: None,
     ) -> None:
-        """generations: has a counter for every slot added; the caller sees to that."""
+        """generations: has a counter for every slot added; the caller sees to that.
+
+        ghosts: of blocks that were evicted. aged(idle_s, age_s, count): blocks are evicted that
+        were last used and stored so long ago, as far as one of them tells.
+        """
         self.rules = tuple(rules)
         self._one_full = [rule.trailing for rule in rules] == [None]
         self.index = Index()
@@ -66,6 +74,9 @@ class Manager:
         self._cleared: list[Index] = []  # ready blocks that no lookup finds any more
         self._outdated: dict[Slot, Entry] = {}  # was coming when all was cleared
         self._changes = Changes([], [])
+        self.now_s = 0  # the caller's clock
+        self.ghosts = Ghosts(memoryview(bytearray(1024))) if ghosts is None else ghosts
+        self._aged = aged
 
     # Slots
 
@@ -84,7 +95,7 @@ class Manager:
     def _evict(self, count: int) -> None:
         """Take the coldest blocks out until `count` slots are free, or none is found."""
         removed, free, retiring = self._changes.removed, self.slots.free, self.slots.retiring
-        before = len(removed)
+        before, had = len(removed), len(free)
         victim: Entry | None = None
         for victim in cast("Iterator[Entry]", self._policy.victims()):
             self.index.remove(victim)
@@ -93,9 +104,19 @@ class Manager:
                 free.append(victim.slot)
             if len(free) >= count:
                 break
-        if victim is not None:
-            self._policy.freed(victim.parent)
-        self.evictions["capacity"] += len(removed) - before
+        if victim is None:
+            return
+        above, count = victim.parent, len(removed) - before
+        self._policy.freed(above)
+        self.evictions["capacity"] += count
+        self.ghosts.add(removed[before:], self.now_s)
+        some = free[had : had + _SAMPLED]
+        if some:
+            used_s, stored_s = self.slots.used_s, self.slots.stored_s
+            last_s = max(max(used_s[slot], stored_s[slot]) for slot in some)
+            if above is not None:  # it was used with what hung below it
+                used_s[above.slot] = max(used_s[above.slot], last_s)
+            self._aged(self.now_s - last_s, self.now_s - stored_s[some[0]], count)
 
     def give_back(self, slots: Iterable[Slot]) -> None:
         """Return granted slots that nobody writes any more."""
@@ -226,6 +247,7 @@ class Manager:
 
     def _became_ready(self, entry: Entry, below: Entry | None) -> None:
         """A block can be read now. below: the one that becomes ready next, if any does."""
+        self.slots.stored_s[entry.slot] = self.now_s
         # A next one of its path stands for it, or will with its own last pin.
         if not entry.pins and (below is None or below.parent is not entry):
             self._policy.touch(entry)
@@ -299,8 +321,12 @@ class Manager:
         """Refresh the recency of a block, and with it of the path above it; False: not ready."""
         entry = self.ready(key)
         if entry is not None:
-            self._policy.touch(entry)
+            self._touch(entry)
         return entry is not None
+
+    def _touch(self, entry: Entry) -> None:
+        self._policy.touch(entry)
+        self.slots.used_s[entry.slot] = self.now_s
 
     def complete_load(self, lease_id: LeaseId, damaged: Collection[Slot] = ()) -> bool:
         """End a lease; False if it had ended before. Blocks in damaged slots are dropped."""
@@ -327,7 +353,7 @@ class Manager:
         if entry.state is _DROPPED:
             self.slots.release(entry.slot)
         elif entry.state is _READY and not entry.children and self.index.holds(entry):
-            self._policy.touch(entry)
+            self._touch(entry)
 
     def expire(self, now_ns: int) -> list[LeaseId]:
         """End the leases that nobody completed in time, and name them."""
@@ -383,6 +409,8 @@ class Manager:
         self._policy.inherit(entry)
         self.index.remove(entry)
         self.evictions[reason] += 1
+        if reason == "resize":
+            self.ghosts.add((entry.key,), self.now_s)
         self._changes.removed.append(entry.key)
         self.slots.vacate(entry.slot, pinned=entry.pins > 0)
         self._policy.freed(entry.parent)

@@ -11,7 +11,7 @@ from kvstore.metrics import LABEL_DIGITS, MEMORY, NVME, Numbers
 from kvstore.store.namespace import Namespace
 from kvstore.store.session import Phase, Session
 from kvstore.store.tier_guard import Plugin
-from kvstore.wire.engine import EVENTS, Query, Step
+from kvstore.wire.engine import EVENTS, MISSES, Query, Step
 from tiers.cpu import CpuMemory
 from tiers.nvme import NvmeDisk
 
@@ -22,17 +22,26 @@ DISK_STATES = ("ok", "loading", "read_only", "off")
 def count_step(numbers: Numbers, label: str, step: Step, tiers: Collection[str]) -> None:
     """Add what a scheduler half has counted; label: its namespace's.
 
-    Raises ProtocolError for unknown names.
+    Raises ProtocolError for unknown names, and where tokens hit and missed are not all.
     """
-    if step.lookup_tokens:
-        numbers.add("kvstore_lookup_tokens", label, by=step.lookup_tokens)
+    for what, found, allowed in (
+        ("tier", step.hit_tokens, tiers),
+        ("reason", step.missed_tokens, MISSES),
+        ("event", step.counts, EVENTS),
+    ):
+        for name in found:
+            if name not in allowed:
+                raise ProtocolError(f"{what} {name!r}, expected one of {sorted(allowed)}")
+    told = sum(step.hit_tokens.values()) + sum(step.missed_tokens.values())
+    if told != step.lookup_tokens:
+        raise ProtocolError(f"{told} tokens hit and missed, expected {step.lookup_tokens}")
+    if told:
+        numbers.add("kvstore_lookup_tokens", label, by=told)
     for tier, tokens in step.hit_tokens.items():
-        if tier not in tiers:
-            raise ProtocolError(f"tier {tier!r}, expected one of {tiers}")
         numbers.add("kvstore_hit_tokens", label, tier, by=tokens)
+    for reason, tokens in step.missed_tokens.items():
+        numbers.add("kvstore_missed_tokens", label, reason, by=tokens)
     for event, count in step.counts.items():
-        if event not in EVENTS:
-            raise ProtocolError(f"event {event!r}, expected one of {sorted(EVENTS)}")
         numbers.add("kvstore_engine_events", event, by=count)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvstore.barrier import Ended
+from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
 from kvstore.core.layout import SlotLayout
 from kvstore.core.leases import Generations
 from kvstore.core.manager import Manager
@@ -21,6 +23,16 @@ from tiers.cpu import CpuExtent
 
 if TYPE_CHECKING:
     from kvstore.store.session import Session
+
+GHOSTS_MIN, GHOSTS_MAX = 1 << 12, 1 << 21  # entries: 32 KiB to 16 MiB, taken as they are written
+
+
+def _ghosts(entries: int) -> Ghosts:
+    """Make a table of so many entries, within limits; its pages come one by one."""
+    most = 1 << max(GHOSTS_MIN, min(GHOSTS_MAX, entries)).bit_length() - 1
+    memory = mmap.mmap(-1, most * ENTRY_BYTES)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # to clear a huge one takes longer than a turn
+    return Ghosts(memoryview(memory))
 
 
 class Mapping(msgspec.Struct, eq=False):
@@ -41,14 +53,23 @@ class Namespace:
     """Everything that shares one layout digest."""
 
     def __init__(
-        self, layout: SlotLayout, numbers: Numbers, make_tiering: Callable[[Namespace], Tiering]
+        self,
+        layout: SlotLayout,
+        numbers: Numbers,
+        make_tiering: Callable[[Namespace], Tiering],
+        capacity_bytes: int = 0,
     ) -> None:
-        """numbers: of the store, which go on when this one is forgotten."""
+        """numbers: of the store, which go on when this one is forgotten.
+
+        capacity_bytes: of memory and disk; twice as many evicted blocks as fit in are remembered.
+        """
         self.layout = layout
         self._numbers = numbers
         self.label = numbers.open_namespace(layout.digest)
         self.generations = Generations()
-        self.manager = Manager(layout.rules, self.generations)
+        evicted = _ghosts(2 * capacity_bytes // layout.slot_bytes)
+        self.manager = Manager(layout.rules, self.generations, evicted, self._aged)
+        self.unstored = _ghosts(0)  # blocks that were offered, and not stored
         self.tiering = make_tiering(self)
         self.around_tiers = Ended(lambda _: False)  # ends what they raise, in a store
         self.engines = Engines()
@@ -59,6 +80,8 @@ class Namespace:
         self.retry_ns = 0  # no extent could be made: ask for none before
         self.look_ns = 0  # look for an extent of another namespace, not before
         self.used_ns = 0
+        rules = layout.rules  # groups, those first that need all leading blocks
+        self.full_first = sorted(range(len(rules)), key=lambda g: rules[g].trailing is not None)
         self._places: list[int] = []  # slot // slots per extent -> extent id
         self._per_extent = 0
 
@@ -121,6 +144,10 @@ class Namespace:
         per = max(1, self._per_extent)
         on_credit = Counter(slot // per * per for slot in self.manager.slots.granted)
         return min(reversed(live), key=lambda mapping: on_credit[mapping.first], default=None)
+
+    def _aged(self, idle_s: int, age_s: int, count: int) -> None:
+        self._numbers.observe("kvstore_evicted_idle_seconds", idle_s, count)
+        self._numbers.observe("kvstore_evicted_age_seconds", age_s, count)
 
     def count(self) -> None:
         """Add what its manager and its tiers have counted since the last call."""

@@ -77,7 +77,9 @@ class Namespaces(dict[str, Namespace]):
         if layout.digest in self._broken:
             raise ConfigError("a bug of the store: restart it to have this model served again")
         if layout.digest not in self:
-            made = self[layout.digest] = Namespace(layout, self._numbers, self._tiering)
+            space = self._config.cpu.capacity_bytes + (0 if disk is None else disk.capacity_bytes)
+            made = Namespace(layout, self._numbers, self._tiering, space)
+            self[layout.digest] = made
             made.around_tiers = self._around_tiers(made)
         return self[layout.digest]
 

@@ -15,7 +15,7 @@ import msgspec
 from kvstore.barrier import Barrier
 from kvstore.config import Config
 from kvstore.core.errors import ProtocolError
-from kvstore.core.types import BlockKey, Changes, LeaseId, Slot
+from kvstore.core.types import BlockKey, Changes, LeaseId, Slot, StoreOutcome
 from kvstore.handover.jobs import check_ranks
 from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.logs import RateLog
@@ -196,6 +196,9 @@ class Store:
                 session.news.granted += self._lookups.retry(session, self._now_ns)
             if session.namespace is not None:
                 self._grant_credits(session, session.namespace)
+        for asked_ns in session.answered_ns:
+            self.numbers.observe("kvstore_lookup_seconds", (self._now_ns - asked_ns) / 1e9)
+        session.answered_ns.clear()
         answers = session.take_news()
         if answers is not None and session.scheduler is not None:
             self._send(session.scheduler, answers, None)
@@ -213,6 +216,7 @@ class Store:
 
     def _tick_namespace(self, namespace: Namespace) -> None:
         manager = namespace.manager
+        manager.now_s = self._now_ns // 1_000_000_000
         for lease_id in manager.expire(self._now_ns):
             self.numbers.add("kvstore_lookups", "expired")
             for session in namespace.sessions.values():
@@ -271,6 +275,7 @@ class Store:
             namespace.engines.announce(session.number, shown, session.granted)
         if self._peers is not None and not namespace.layout.unnamed:
             self._peers.on_step(namespace, session.number, step, self._now_ns)
+        namespace.unstored.add(map(BlockKey, step.unstored), namespace.manager.now_s)
         for lookup in step.lookups:
             answer = self._lookups.ask(session, namespace, lookup, self._now_ns)
             if answer is not None:
@@ -305,6 +310,8 @@ class Store:
                 outcome = manager.complete_store(slot, ok=writing.ok)
                 namespace.engines.stored(session.number, slot, BlockKey(key), ok=writing.ok)
                 outcomes[outcome.value] += 1
+                if outcome is StoreOutcome.FAILED or outcome is StoreOutcome.ORPHAN:
+                    namespace.unstored.add((BlockKey(key),), manager.now_s)
         for name, count in outcomes.items():
             numbers.add("kvstore_stored_blocks", label, name, by=count)
 
