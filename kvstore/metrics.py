@@ -24,7 +24,7 @@ SUM = "sum"
 NAMESPACES_MAX = 64
 LABEL_DIGITS = 12  # of a digest
 OTHER = "other"  # label of namespaces beyond these
-SHORT_S = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # bounds of waits
+SHORT_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # bounds of waits
 LONG_S = (1.0, 10.0, 60.0, 300.0, 1800.0, 7200.0, 43200.0, 172800.0, 604800.0)  # of ages
 WAYS = ("store", "load")
 EVICTIONS = ("capacity", "resize", "clear", "damaged")
@@ -93,6 +93,9 @@ TABLE = (
     Spec("kvstore_tier_blocks", "counter",
          "Blocks copied to, read from or removed from a lower tier, by event.",
          ("namespace", "tier", "event")),
+    Spec("kvstore_tier_bytes", "counter",
+         "Bytes copied to and read from a lower tier, by direction.",
+         ("namespace", "tier", "direction"), WAYS),
     Spec("kvstore_engine_events", "counter",
          "Events that engines report, such as deferrals, time-outs and failed loads.",
          ("event",), tuple(sorted(EVENTS))),
@@ -120,6 +123,15 @@ TABLE = (
          ("le",), bounds=LONG_S),
     Spec("kvstore_lookup_seconds", "histogram",
          "Time from a lookup's arrival to its answer.", ("le",), bounds=SHORT_S),
+    Spec("kvstore_promotion_seconds", "histogram",
+         "Time to read blocks from a lower tier or a peer into slots, by job of up to 64 blocks.",
+         ("le",), bounds=SHORT_S),
+    Spec("kvstore_load_seconds", "histogram",
+         "Time that one worker copied for one load from slots into the engine.",
+         ("le",), bounds=SHORT_S),
+    Spec("kvstore_turn_seconds", "histogram",
+         "Time that one turn of the store's loop took, without its wait for events.",
+         ("le",), bounds=SHORT_S),
     Spec("kvstore_sessions_started", "counter",
          "Engine sessions that became active."),
     Spec("kvstore_sessions_ended", "counter",
@@ -137,6 +149,20 @@ TABLE = (
     Spec("kvstore_namespace_info", "gauge",
          "Always 1: what a namespace is, by the name of the first engine that brought it.",
          ("namespace", "model", "dtype", "block_tokens", "block_bytes")),
+    Spec("kvstore_build_info", "gauge",
+         "Always 1: the version of the store, and of its protocol with engines.",
+         ("version", "protocol")),
+    Spec("kvstore_pinned_bytes", "gauge",
+         "Slots of a namespace that cannot be evicted, by cause: lease, copy, coming, credit.",
+         ("namespace", "cause")),
+    Spec("kvstore_queue_seconds", "gauge",
+         "Age of the oldest lookup without an answer, or block to be copied to a lower tier.",
+         ("queue",)),
+    Spec("kvstore_queued_blocks", "gauge",
+         "Blocks that wait to be copied to a lower tier.", ("tier",)),
+    Spec("kvstore_write_budget_bytes", "gauge",
+         "Bytes that a tier may be written in a day, and what is left of them now.",
+         ("tier", "state")),
     Spec("kvstore_capacity_bytes", "gauge",
          "Capacity of the tier on this node.", ("tier",)),
     Spec("kvstore_memory_bytes", "gauge",
@@ -183,8 +209,9 @@ def zeros(tiers: Sequence[str], namespace: str | None = None) -> Iterator[tuple[
 
 
 def _events(spec: Spec, tier: str) -> Sequence[str]:
-    events = _EVENTS_OF.get(tier, TIER_EVENTS)
-    return [value for value in spec.values if value in events] if spec.values else events
+    if spec.values == WAYS:
+        return {MEMORY: (), PEER: WAYS[1:]}.get(tier, WAYS)
+    return _EVENTS_OF.get(tier, TIER_EVENTS)
 
 
 class Histogram:

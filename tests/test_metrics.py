@@ -11,6 +11,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvstore import __version__
+from kvstore.config import parse as parse_config
+from kvstore.core.types import JobResult
+from kvstore.core.write_budget import WriteBudget
 from kvstore.metrics import (
     DISK_EVENTS,
     EVICTIONS,
@@ -26,7 +30,8 @@ from kvstore.metrics import (
 )
 from kvstore.store.metrics_endpoint import StoreCollector
 from kvstore.wire import engine as p
-from tests.harness.fakes import Town, hashes
+from tests.harness.fakes import SLOT_BYTES, Town, hashes, keys_of
+from tests.harness.live import LiveStore, engine, eventually
 from tests.reference.memory_tier import MemoryTier
 
 UNITS = ("bytes", "seconds", "tokens", "blocks", "lookups", "slots", "leases", "sessions", "tiers")
@@ -99,6 +104,7 @@ def test_names_and_helps_follow_the_rules() -> None:
 def test_M3_no_label_can_take_any_value() -> None:
     allowed = {"tier", "outcome", "reason", "event", "namespace", "direction", "state", "phase"}
     allowed |= {"call", "le", "what", "model", "dtype", "block_tokens", "block_bytes"}
+    allowed |= {"cause", "queue", "version", "protocol"}
     assert {label for spec in TABLE for label in spec.labels} <= allowed
     assert len({spec.name for spec in TABLE}) == len(TABLE)
 
@@ -127,7 +133,7 @@ def test_a_histogram_is_one_for_prometheus() -> None:
         dict(labels)["le"]: value for (n, labels), value in found.items() if n == f"{name}_bucket"
     }
     assert buckets == {
-        **dict.fromkeys(("0.0003", "0.001", "0.003", "0.01"), 1),
+        **dict.fromkeys(("0.0001", "0.0003", "0.001", "0.003", "0.01"), 1),
         **dict.fromkeys(("0.03", "0.1", "0.3", "1.0", "3.0", "10.0"), 3),
         "+Inf": 4,
     }
@@ -278,7 +284,7 @@ def test_M3_label_values_do_not_grow_with_requests(samples: Samples) -> None:
 # Namespaces
 
 
-OF_LOWER_TIERS = {"kvstore_tier_blocks"}
+OF_LOWER_TIERS = {"kvstore_tier_blocks", "kvstore_tier_bytes"}
 
 
 def series_of(town: Town, namespace: str) -> set[str]:
@@ -335,3 +341,81 @@ def test_Q1_namespaces_that_are_gone_keep_no_unbounded_series() -> None:
     assert len(numbers.counts) == full
     assert numbers.value("kvstore_lookup_tokens", served[1]) == 0, "it made room"
     assert numbers.label_of("unnamed00001") == OTHER
+
+
+# Times, bytes, queues
+
+
+def test_Q4_times_of_lookups_promotions_loads_and_turns_are_there_and_counted(
+    tmp_path: Path,
+) -> None:
+    server = {"socket": f"{tmp_path}/kv.sock", "metrics": ""}
+    nvme = {"path": f"{tmp_path}/kv", "capacity": "64MiB", "extent": "2MiB"}
+    read = parse_config({"cpu": {"capacity": "16MiB"}, "nvme": nvme, "server": server})
+    with LiveStore(read) as store, engine(store, page_bytes=64 << 10) as live:
+        numbers = store.server.store.numbers
+        names = [f"kvstore_{what}_seconds" for what in ("lookup", "promotion", "load")]
+        assert [numbers.value(name, "+Inf") for name in names] == [0, 0, 0]
+        assert numbers.value("kvstore_turn_seconds", "+Inf") > 0
+        live.put(chain := hashes(8))
+        for number in range(300):
+            live.put(hashes(1, f"other{number}"))
+        live.read(live.ask(chain))
+
+        def all_counted() -> bool:
+            return all(numbers.value(name, "+Inf") > 0 for name in names)
+
+        eventually(all_counted)
+        assert 0 < numbers.value("kvstore_promotion_seconds", "sum") < 5
+        assert 0 <= numbers.value("kvstore_lookup_seconds", "sum") < 5
+        store.server.await_gauges()
+        loaded = numbers.value("kvstore_tier_bytes", "nvme", "load")
+        assert loaded == numbers.value("kvstore_tier_blocks", "nvme", "loaded") * (64 << 10) > 0
+        assert numbers.value("kvstore_tier_bytes", "nvme", "store") >= loaded
+
+
+def test_Q4_what_is_pinned_and_what_waits_is_shown_by_cause() -> None:
+    town = Town(tiers=[("shelf", Stuck)])
+    live = town.attach(world=2)
+    (namespace,) = town.store.namespaces.values()
+    live.put(hashes(20))
+    held = live.hit(hashes(3))
+    assert held.lease
+    keys = keys_of(hashes(4, "late"))
+    live.report(0, live.credits[:2], keys[1:3], keys[:2])
+    live.ask(hashes(3, "late"))
+    town.store.refresh_gauges()
+    before = town.store.numbers.values()
+    town.tick(5)
+    town.store.refresh_gauges()
+    found = town.store.numbers.values()
+
+    def pinned(cause: str) -> float:
+        return found["kvstore_pinned_bytes", namespace.label, cause] / SLOT_BYTES
+
+    assert (pinned("lease"), pinned("copy"), pinned("coming")) == (3, 8, 0)
+    assert pinned("credit") == len(namespace.manager.slots.granted) > 0
+    assert found["kvstore_queued_blocks", "shelf"] == 12
+    queue = "kvstore_queue_seconds"
+    assert found[queue, "shelf"] == pytest.approx(before[queue, "shelf"] + 0.005)
+    assert found["kvstore_build_info", __version__, str(p.VERSION)] == 1
+
+
+class Stuck(MemoryTier):
+    """A tier whose writes never end."""
+
+    def poll(self) -> list[JobResult]:
+        return []
+
+
+def test_Q4_what_is_left_of_the_write_budget_is_shown() -> None:
+    budget = WriteBudget(24 << 20)
+    town = Town()
+    town.store.namespaces.budgets["nvme"] = budget
+    town.store.refresh_gauges()
+    name = "kvstore_write_budget_bytes"
+    assert town.store.numbers.value(name, "nvme", "day") == 24 << 20
+    assert town.store.numbers.value(name, "nvme", "left") == 1 << 20
+    budget.spend(3 << 20)
+    town.store.refresh_gauges()
+    assert town.store.numbers.value(name, "nvme", "left") == -2 << 20

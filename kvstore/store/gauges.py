@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from kvstore import __version__
 from kvstore.config import DISK_BYTES_MAX, DISK_BYTES_MIN
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import SlotLayout
 from kvstore.metrics import LABEL_DIGITS, MEMORY, NVME, Numbers
 from kvstore.store.namespace import Namespace
+from kvstore.store.namespaces import Namespaces
 from kvstore.store.session import Phase, Session
 from kvstore.store.tier_guard import Plugin
-from kvstore.wire.engine import EVENTS, MISSES, Query, Step
+from kvstore.wire.engine import EVENTS, MISSES, VERSION, Query, Step
 from tiers.cpu import CpuMemory
 from tiers.nvme import NvmeDisk
 
@@ -66,6 +68,7 @@ def gauges(
 ) -> dict[tuple[str, ...], float]:
     """Return gauges by metric name and label values, and have namespaces add what they count."""
     found: dict[tuple[str, ...], float] = {}
+    found["kvstore_build_info", __version__, str(VERSION)] = 1
     found["kvstore_capacity_bytes", MEMORY] = pool.capacity_bytes
     found["kvstore_memory_bytes", MEMORY] = pool.used_bytes
     for phase in Phase:
@@ -81,6 +84,38 @@ def gauges(
         found["kvstore_slots", label, "used"] = manager.slots.used
         found["kvstore_leases", label] = len(manager.leases)
         found["kvstore_jobs_open", label] = namespace.tiering.jobs_open
+        storing, arriving, _ = namespace.tiering.unfinished
+        for cause, count in (
+            ("lease", manager.leases.blocks),
+            ("copy", storing),
+            ("coming", arriving),
+            ("credit", max(0, len(manager.slots.granted) - arriving)),
+        ):
+            found["kvstore_pinned_bytes", label, cause] = count * namespace.layout.slot_bytes
+    return found
+
+
+def queue_gauges(
+    sessions: Iterable[Session], namespaces: Namespaces, tiers: Iterable[str], now_ns: int
+) -> dict[tuple[str, ...], float]:
+    """Return what waits, for how long the oldest of it, and what is left of write budgets.
+
+    tiers: those that blocks are copied to.
+    """
+    found: dict[tuple[str, ...], float] = {}
+    asked_ns = (ask.asked_ns for session in sessions for ask in session.asks.values())
+    found["kvstore_queue_seconds", "lookups"] = (now_ns - min(asked_ns, default=now_ns)) / 1e9
+    for tier in tiers:
+        found["kvstore_queued_blocks", tier] = found["kvstore_queue_seconds", tier] = 0
+    for namespace in namespaces.values():
+        for tier, count, since_ns in namespace.tiering.unfinished.queues:
+            seconds = "kvstore_queue_seconds", tier
+            found["kvstore_queued_blocks", tier] += count
+            found[seconds] = max(found[seconds], (now_ns - since_ns) / 1e9)
+    for tier, budget in namespaces.budgets.items():
+        if budget.day_bytes is not None:
+            found["kvstore_write_budget_bytes", tier, "day"] = budget.day_bytes
+            found["kvstore_write_budget_bytes", tier, "left"] = budget.left_bytes
     return found
 
 

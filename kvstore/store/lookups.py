@@ -233,14 +233,14 @@ class Lookups:
                 used.append(run._replace(first=first, end=end))
         return _Hit(answer.blocks, answer.pending, used)
 
-    def _fetch(self, ask: Ask, pinned: int, found: _Hit) -> bool:
+    def _fetch(self, ask: Ask, pinned: int, found: _Hit, now_ns: int) -> bool:
         """Start reading what lower tiers have of the answer; False if it could not be leased."""
         namespace, chain, blocks = ask.namespace, ask.chain, found.blocks
         if found.below:
             needs = sum(blocks - chain.first_of(rule, blocks) for rule in namespace.layout.rules)
             if ask.direct is None and self._too_many(namespace, pinned, needs):
                 return False
-            namespace.tiering.promote(chain, blocks, found.below)
+            namespace.tiering.promote(chain, blocks, found.below, now_ns)
         return True
 
     def _let_go(self, ask: Ask) -> None:
@@ -296,7 +296,7 @@ class Lookups:
         self._count_gap(ask, *((first.group, first.first) if first else (0, found.blocks)))
         pinned = manager.leases.blocks_of(session.number)
         deadline_ns = now_ns + self._engine.lease_ns
-        lease, capped = None, not self._fetch(ask, pinned, found)
+        lease, capped = None, not self._fetch(ask, pinned, found, now_ns)
         if ask.direct is None:
             self._let_go(ask)
         if not capped:

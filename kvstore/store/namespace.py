@@ -18,7 +18,7 @@ from kvstore.core.manager import Manager
 from kvstore.core.tiering import Tiering
 from kvstore.core.types import Slot
 from kvstore.handover.engine_blocks import Engines
-from kvstore.metrics import Numbers
+from kvstore.metrics import WAYS, Numbers
 from tiers.cpu import CpuExtent
 
 if TYPE_CHECKING:
@@ -157,6 +157,9 @@ class Namespace:
             numbers.add("kvstore_evicted_blocks", label, reason, by=count)
         for (tier, event), count in moved.items():
             numbers.add("kvstore_tier_blocks", label, tier, event, by=count)
+            if event in ("stored", "loaded"):
+                way, size = WAYS[event == "loaded"], count * self.layout.slot_bytes
+                numbers.add("kvstore_tier_bytes", label, tier, way, by=size)
         evictions.clear()
         moved.clear()
 

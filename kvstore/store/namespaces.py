@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvstore.barrier import Barrier, Ended
@@ -53,10 +54,10 @@ class Namespaces(dict[str, Namespace]):
         self._visits = Visits()
         self._broken: set[str] = set()  # that have met a bug
         self._backlog_ns = {tier.name: tier.backlog_ns for tier in config.tiers}
-        self._budgets: dict[str, WriteBudget] = {}
+        self.budgets: dict[str, WriteBudget] = {}
         if config.nvme is not None:
             self._backlog_ns[NVME] = config.nvme.backlog_ns
-            self._budgets[NVME] = WriteBudget(config.nvme.write_budget_bytes)
+            self.budgets[NVME] = WriteBudget(config.nvme.write_budget_bytes)
 
     def find(self, layout: SlotLayout) -> Namespace:
         """Return the namespace of a layout, a new one if need be.
@@ -94,8 +95,9 @@ class Namespaces(dict[str, Namespace]):
             tiers,
             layout.slot_bytes,
             backlog_ns=self._backlog_ns,
-            budgets=self._budgets,
+            budgets=self.budgets,
             remote=remote,
+            promoted=partial(self._numbers.observe, "kvstore_promotion_seconds"),
         )
 
     # Turns

@@ -21,7 +21,14 @@ from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.logs import RateLog
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
 from kvstore.store.extents import Memory
-from kvstore.store.gauges import count_step, disk_gauges, gauges, plugin_gauges, resize
+from kvstore.store.gauges import (
+    count_step,
+    disk_gauges,
+    gauges,
+    plugin_gauges,
+    queue_gauges,
+    resize,
+)
 from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import MakeTiers, Namespaces, Send, StoreContext
@@ -318,6 +325,8 @@ class Store:
     def _loaded(self, session: Session, namespace: Namespace, rank: int, message: p.Loaded) -> None:
         self.numbers.add("kvstore_copied_bytes", namespace.label, "load", by=message.copied_bytes)
         self.numbers.add("kvstore_copy_seconds", namespace.label, "load", by=message.seconds)
+        if message.copied_bytes:
+            self.numbers.observe("kvstore_load_seconds", message.seconds)
         lease_id = LeaseId(message.lease)
         damaged = framing.from_u32(message.damaged)
         found = session.loaded(lease_id, rank, damaged, late=message.late > 0)
@@ -367,6 +376,8 @@ class Store:
         """Bring the gauges, and counters kept elsewhere, up to date."""
         with self._barrier.around("gauges"):
             found = gauges(self._pool, self.sessions.values(), self.namespaces)
+            lower = [name for name in self._tier_names if name not in (MEMORY, PEER)]
+            found |= queue_gauges(self.sessions.values(), self.namespaces, lower, self._now_ns)
             if self._disk is not None:
                 found |= disk_gauges(self._disk, self.numbers)
             found |= plugin_gauges(self.plugins)
