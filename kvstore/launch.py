@@ -56,11 +56,13 @@ def ensure(
     nvme: Mapping[str, Any] | None = None,
     peer: str | None = None,
     engine: Mapping[str, str] | None = None,
+    metrics: str | None = None,
 ) -> str:
     """Start the engine's private store unless it runs; return its address.
 
     nvme: its `[nvme]`, None for no disk. peer: `listen` of its `[peer]`, None for no hand-over and
-    no open port. engine: its `[engine]`. Raises ConfigError when no process can be started.
+    no open port. engine: its `[engine]`. metrics: where its endpoint listens, if it has one.
+    Raises ConfigError when no process can be started.
     """
     address = address_of(engine_id)
     folder = Path(address).parent
@@ -70,7 +72,7 @@ def ensure(
     except TakenError:
         return address
     sweep(folder)
-    server = {"socket": address, "metrics": ""}
+    server = {"socket": address, "metrics": metrics or ""}
     settings: dict[str, Any] = {"cpu": {"capacity": cpu_bytes}, "server": server}
     if engine:
         settings["engine"] = dict(engine)

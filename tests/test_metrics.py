@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ast
 import re
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore import __version__
+from connectors.config import parse_extra
+from kvstore import __version__, launch
 from kvstore.config import parse as parse_config
+from kvstore.core.errors import ConfigError
 from kvstore.core.types import JobResult
 from kvstore.core.write_budget import WriteBudget
 from kvstore.metrics import (
@@ -30,6 +35,7 @@ from kvstore.metrics import (
 )
 from kvstore.store.metrics_endpoint import StoreCollector
 from kvstore.wire import engine as p
+from tests.bench.store import get
 from tests.harness.fakes import SLOT_BYTES, Town, hashes, keys_of
 from tests.harness.live import LiveStore, engine, eventually
 from tests.reference.memory_tier import MemoryTier
@@ -419,3 +425,28 @@ def test_Q4_what_is_left_of_the_write_budget_is_shown() -> None:
     budget.spend(3 << 20)
     town.store.refresh_gauges()
     assert town.store.numbers.value(name, "nvme", "left") == -2 << 20
+
+
+def test_Q5_a_private_store_shows_its_metrics_where_the_engine_has_them(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    given = {"cpu": "64MiB", "metrics": "127.0.0.1:0"}
+    address = parse_extra(given).find_store(f"test-{secrets.token_hex(8)}")
+    process = psutil.Process(launch._children[-1].pid)
+    with engine(SimpleNamespace(path=address)):  # type: ignore[arg-type]
+        (port,) = re.findall(r"metrics at http://127.0.0.1:(\d+)/metrics", capfd.readouterr().err)
+        status, body = get(int(port), "/metrics")
+        assert status == 200
+        assert 'kvstore_sessions{phase="active"} 1.0' in body.decode()
+        ports = {c.laddr.port for c in process.net_connections("tcp") if c.status == "LISTEN"}
+        assert ports == {int(port)}, "it opens no other"
+    process.wait(30)
+
+
+def test_Q5_of_a_shared_store_or_with_a_wrong_address_they_are_refused() -> None:
+    for given, text in (
+        ({"store": "unix:///run/kv.sock", "metrics": "127.0.0.1:0"}, "for a private store"),
+        ({"cpu": "64MiB", "metrics": "127.0.0.1:99999"}, '"127.0.0.1:99999"'),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            parse_extra(given)
