@@ -433,7 +433,7 @@ def test_Q5_a_private_store_shows_its_metrics_where_the_engine_has_them(
     given = {"cpu": "64MiB", "metrics": "127.0.0.1:0"}
     address = parse_extra(given).find_store(f"test-{secrets.token_hex(8)}")
     process = psutil.Process(launch._children[-1].pid)
-    with engine(SimpleNamespace(path=address)):  # type: ignore[arg-type]
+    with engine(SimpleNamespace(path=address)):
         (port,) = re.findall(r"metrics at http://127.0.0.1:(\d+)/metrics", capfd.readouterr().err)
         status, body = get(int(port), "/metrics")
         assert status == 200
