@@ -27,6 +27,7 @@ OTHER = "other"  # label of namespaces beyond these
 SHORT_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # bounds of waits
 LONG_S = (1.0, 10.0, 60.0, 300.0, 1800.0, 7200.0, 43200.0, 172800.0, 604800.0)  # of ages
 WAYS = ("store", "load")
+DEFERRED_STEPS = "deferred_steps"  # of EVENTS the one that is counted in steps
 EVICTIONS = ("capacity", "resize", "clear", "damaged")
 # Of a tier that is only read from, of every other one, and of the disk.
 READ_EVENTS = ("loaded", "loaded_failed", "corrupt", "orphan")
@@ -39,14 +40,18 @@ DISK_EVENTS = (
 # Memory has counters of its own; a tier of others has TIER_EVENTS.
 _EVENTS_OF = {MEMORY: (), NVME: (*TIER_EVENTS, *DISK_EVENTS), PEER: READ_EVENTS}
 FETCHED_TIERS = ("gpu", "cpu", "nvme", "prefill", "other")
-HAND_OVER_EVENTS = (
-    *("fetched", "corrupt", "late", "ended", "lost", "exporter", "cleared"),  # as a consumer
-    *("done", "heartbeats"),
-    *("confirmed", "stale", "expired", "failed", "gone", "refused"),  # as a producer
-    *("released", "lapsed", "extended", "unknown", "ambiguous"),
-    *("unauthorised", "malformed", "too_many", "unsent", "undialled"),  # of the side channel
-    "internal",
-)
+HAND_OVERS = {  # by metric, what hand-overs count
+    "kvstore_hand_over_blocks": ("fetched", "corrupt", "confirmed", "stale", "failed", "gone"),
+    "kvstore_hand_over_fetches_ended": ("late", "ended", "lost", "exporter", "cleared"),
+    "kvstore_hand_over_requests": (
+        *("done", "heartbeats", "expired"),
+        *("released", "lapsed", "extended", "unknown", "ambiguous"),
+    ),
+    "kvstore_side_channel_refused": (
+        *("refused", "unauthorised", "malformed", "too_many", "unsent", "undialled"),
+    ),
+    "kvstore_hand_over_bugs": ("internal",),
+}
 
 
 class Spec(NamedTuple):
@@ -98,10 +103,24 @@ TABLE = (
          ("namespace", "tier", "direction"), WAYS),
     Spec("kvstore_engine_events", "counter",
          "Events that engines report, such as deferrals, time-outs and failed loads.",
-         ("event",), tuple(sorted(EVENTS))),
-    Spec("kvstore_hand_over_events", "counter",
-         "Events of hand-overs: blocks, leases, requests and connections.",
-         ("event",), HAND_OVER_EVENTS, of_peers=True),
+         ("event",), tuple(sorted(EVENTS - {DEFERRED_STEPS}))),
+    Spec("kvstore_deferred_steps", "counter",
+         "Engine steps in which a request had to ask again later."),
+    Spec("kvstore_hand_over_blocks", "counter",
+         "Blocks fetched from other stores and handed to them, by what became of them.",
+         ("event",), HAND_OVERS["kvstore_hand_over_blocks"], of_peers=True),
+    Spec("kvstore_hand_over_fetches_ended", "counter",
+         "Fetches from other stores that ended early, by reason.",
+         ("reason",), HAND_OVERS["kvstore_hand_over_fetches_ended"], of_peers=True),
+    Spec("kvstore_hand_over_requests", "counter",
+         "Messages and ends of handed-over requests and their leases, by event.",
+         ("event",), HAND_OVERS["kvstore_hand_over_requests"], of_peers=True),
+    Spec("kvstore_side_channel_refused", "counter",
+         "Connections and messages of other stores refused or not made, by reason.",
+         ("reason",), HAND_OVERS["kvstore_side_channel_refused"], of_peers=True),
+    Spec("kvstore_hand_over_bugs", "counter",
+         "Bugs of the store that ended a connection, or hand-overs; the log has the traceback.",
+         ("event",), HAND_OVERS["kvstore_hand_over_bugs"], of_peers=True),
     Spec("kvstore_fetched_blocks", "counter",
          "Blocks fetched from other stores, by the tier that held them there.",
          ("tier",), FETCHED_TIERS, of_peers=True),

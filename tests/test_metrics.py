@@ -23,7 +23,7 @@ from kvstore.core.write_budget import WriteBudget
 from kvstore.metrics import (
     DISK_EVENTS,
     EVICTIONS,
-    HAND_OVER_EVENTS,
+    HAND_OVERS,
     MEMORY,
     NAMESPACES_MAX,
     NVME,
@@ -40,7 +40,20 @@ from tests.harness.fakes import SLOT_BYTES, Town, hashes, keys_of
 from tests.harness.live import LiveStore, engine, eventually
 from tests.reference.memory_tier import MemoryTier
 
-UNITS = ("bytes", "seconds", "tokens", "blocks", "lookups", "slots", "leases", "sessions", "tiers")
+UNITS = (
+    "bugs",
+    "requests",
+    "steps",
+    "bytes",
+    "seconds",
+    "tokens",
+    "blocks",
+    "lookups",
+    "slots",
+    "leases",
+    "sessions",
+    "tiers",
+)
 NO_UNIT = {"events", "refused", "started", "ended", "open", "info"}
 ROOT = Path(__file__).parent.parent
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -178,7 +191,7 @@ def test_M3_a_store_with_a_disk_and_peers_has_their_counters_too() -> None:
     for tier, event in [(NVME, "stored_failed"), (NVME, "damaged"), (PEER, "corrupt")]:
         labels = (("event", event), ("namespace", OTHER), ("tier", tier))
         assert found["kvstore_tier_blocks_total", labels] == 0
-    assert found["kvstore_hand_over_events_total", (("event", "unauthorised"),)] == 0
+    assert found["kvstore_side_channel_refused_total", (("reason", "unauthorised"),)] == 0
 
 
 def literals(path: Path) -> Iterator[tuple[str, str]]:
@@ -210,7 +223,7 @@ VALUES = {spec.name: spec.values for spec in TABLE}
 @pytest.mark.parametrize(
     ("where", "what", "allowed"),
     [
-        ("kvstore/handover/*.py", "counts", HAND_OVER_EVENTS),
+        ("kvstore/handover/*.py", "counts", tuple(e for es in HAND_OVERS.values() for e in es)),
         ("kvstore/core/tiering.py", "counts", TIER_EVENTS),
         ("kvstore/core/manager.py", "drop", EVICTIONS),
         ("kvstore/core/manager.py", "evictions", EVICTIONS),

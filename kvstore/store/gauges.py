@@ -8,7 +8,7 @@ from kvstore import __version__
 from kvstore.config import DISK_BYTES_MAX, DISK_BYTES_MIN
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import SlotLayout
-from kvstore.metrics import LABEL_DIGITS, MEMORY, NVME, Numbers
+from kvstore.metrics import DEFERRED_STEPS, LABEL_DIGITS, MEMORY, NVME, Numbers
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import Namespaces
 from kvstore.store.session import Phase, Session
@@ -44,7 +44,10 @@ def count_step(numbers: Numbers, label: str, step: Step, tiers: Collection[str])
     for reason, tokens in step.missed_tokens.items():
         numbers.add("kvstore_missed_tokens", label, reason, by=tokens)
     for event, count in step.counts.items():
-        numbers.add("kvstore_engine_events", event, by=count)
+        if event == DEFERRED_STEPS:
+            numbers.add("kvstore_deferred_steps", by=count)
+        else:
+            numbers.add("kvstore_engine_events", event, by=count)
 
 
 def resize(disk: NvmeDisk | None, query: Query) -> None:
