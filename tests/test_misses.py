@@ -140,6 +140,7 @@ def test_Q3_ages_at_eviction_and_the_gap_to_the_next_lookup_are_measured() -> No
     town = Town(tiers=[("shelf", MemoryTier)])
     live = town.attach()
     numbers = town.store.numbers
+    town.tick(1_000_000)
     live.put(hashes(20))
     town.tick(100_000)
     granted = live.hit(hashes(20))

@@ -27,9 +27,11 @@ class Ghosts:
         if self.entries < ROW or self.entries & self.entries - 1:
             raise ValueError(f"{self.entries} entries, expected a power of two")
         self._mask = self.entries - ROW
+        self._empty = True
 
     def add(self, keys: Iterable[BlockKey], now_s: int) -> None:
         """Note that these have left now."""
+        self._empty = False
         table, mask, time = self._table, self._mask, now_s + 1 << 32
         for key in keys:
             hashed = hash(key)
@@ -39,6 +41,8 @@ class Ghosts:
 
     def left_s(self, key: BlockKey) -> int | None:
         """Return when a key was last added; None if that is not known, or any more."""
+        if self._empty:
+            return None
         hashed = hash(key)
         at, tag = hashed & self._mask, hashed >> 32 & _LOW
         for entry in (self._table[at], self._table[at + 1]):

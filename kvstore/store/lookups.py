@@ -292,8 +292,6 @@ class Lookups:
         if found is None:
             found = self._look(ask, wait=False)
         session.answered_ns.append(ask.asked_ns)
-        first = found.below[0] if found.below else None
-        self._count_gap(ask, *((first.group, first.first) if first else (0, found.blocks)))
         pinned = manager.leases.blocks_of(session.number)
         deadline_ns = now_ns + self._engine.lease_ns
         lease, capped = None, not self._fetch(ask, pinned, found, now_ns)
@@ -312,7 +310,7 @@ class Lookups:
             if reads is not None and self._peers is not None and ask.fetch is not None:
                 if lease is None:
                     lease = manager.leases.empty(session.number, deadline_ns, len(reads))
-                why = missed(ask, found.blocks, found.blocks, waited=waited)
+                why = self._why(ask, found, found.blocks, waited=waited)
                 return self._with_reads(self._peers, session, ask, lease, reads, ask.fetch, why)
             self._let_go(ask)
         outcome = "capped" if capped else "miss" if lease is None else "hit"
@@ -320,9 +318,7 @@ class Lookups:
         if capped:
             why = ("lease_limit", found.blocks)
             return p.Granted(ask.ask, 0, self._lease_ms, (), capped=True, missed=why)
-        reach = 0 if lease is None else min(found.blocks, _reach(namespace, lease))
-        there = reach if ask.direct is not None else found.blocks
-        why = missed(ask, reach, there, waited=waited)
+        why = self._why(ask, found, _reach(namespace, lease, found.blocks), waited=waited)
         if lease is None:
             return p.Granted(ask.ask, 0, self._lease_ms, (), missed=why)
         hits = tuple(
@@ -333,12 +329,18 @@ class Lookups:
         sources = self._sources(ask, lease)
         return p.Granted(ask.ask, lease.lease_id, self._lease_ms, hits, sources, missed=why)
 
-    def _count_gap(self, ask: Ask, group: int, block: int) -> None:
-        """Note how long ago the first block that memory lacks was evicted, if it was."""
-        if block < ask.blocks:
-            gap_s = left_s_ago(ask, group, block)
-            if gap_s is not None:
-                self._numbers.observe("kvstore_evicted_gap_seconds", gap_s)
+    def _why(self, ask: Ask, found: _Hit, reach: int, *, waited: bool) -> tuple[str, int]:
+        """Say why an answer of `reach` blocks ends there; waited: its time is over.
+
+        And note how long ago the first block that memory lacks was evicted, if it was.
+        """
+        there = reach if ask.direct is not None else found.blocks
+        why, gap_s = missed(ask, reach, there, waited=waited)
+        if found.below:
+            gap_s = left_s_ago(ask, ask.chain.key(found.below[0].group, found.below[0].first))
+        if gap_s is not None:
+            self._numbers.observe("kvstore_evicted_gap_seconds", gap_s)
+        return why
 
     @staticmethod
     def _reads(ask: Ask, lease: Lease | None, blocks: int) -> list[Positions] | None:
@@ -432,8 +434,11 @@ class Lookups:
             self._peers.inlet(namespace).end(fetch)
 
 
-def _reach(namespace: Namespace, lease: Lease) -> int:
-    """Count the leading blocks that a lease has of the groups that need all of them."""
-    rules = zip(namespace.layout.rules, lease.groups, strict=True)
-    full = (len(hit.indices) for rule, hit in rules if rule.trailing is None)
-    return min(full, default=limits.LOOKUP_BLOCKS_MAX)
+def _reach(namespace: Namespace, lease: Lease | None, found: int) -> int:
+    """Count the blocks of a hit of `found` blocks that a lease has."""
+    group = namespace.full_first[0]
+    if lease is None:
+        return 0
+    if namespace.layout.rules[group].trailing is not None:
+        return found
+    return min(found, len(lease.groups[group].indices))

@@ -12,49 +12,45 @@ from kvstore.store.namespace import Namespace
 from kvstore.store.session import Ask
 
 NEVER_SEEN = "never_seen"
-_BISECTED = ("evicted", "not_stored", "pending")
 
 
-def missed(ask: Ask, reach: int, found: int, *, waited: bool) -> tuple[str, int]:
-    """Return a reason of MISSES and the block up to which it holds; behind it none was ever seen.
+def missed(ask: Ask, reach: int, found: int, *, waited: bool) -> tuple[tuple[str, int], int | None]:
+    """Return why block `reach` of a lookup is no hit, and up to which block that is so.
 
-    reach: blocks in the answer; found: those that were there, of memory and tiers, pending or not.
-    waited: it is answered because its time is over.
+    That is a reason of MISSES; no block behind was ever seen. Also how long ago the block was
+    evicted from memory, if it was. reach: blocks in the answer. found: those that were there, of
+    memory and tiers, pending or not. waited: it is answered because its time is over.
     """
     if reach >= ask.blocks:
-        return "", 0
-    group, reason = _lacking(ask, reach)
+        return ("", 0), None
+    namespace, key, reason = ask.namespace, ask.chain.key(0, reach), ""
+    for group in namespace.full_first:
+        key = ask.chain.key(group, reach)
+        reason = _why(namespace, key)
+        if reason:
+            break
+    gap_s = left_s_ago(ask, key) if reason == "evicted" else None
     if reach < found and reason != "pending":
-        return "no_slot", found
-    if reason == NEVER_SEEN and waited and _undecided(ask, group, reach):
-        return "too_late", ask.blocks
-    if reason not in _BISECTED:
-        return reason, reach
+        return ("no_slot", found), gap_s
+    if reason == NEVER_SEEN and waited and _undecided(ask, key):
+        return ("too_late", ask.blocks), None
+    if reason in ("", NEVER_SEEN):
+        return (NEVER_SEEN, reach), None
     low, high = reach + 1, ask.blocks  # all before low lack for this reason
     while low < high:
         middle = (low + high) // 2
-        if _why(ask.namespace, ask.chain.key(group, middle)) == reason:
+        if _why(namespace, ask.chain.key(group, middle)) == reason:
             low = middle + 1
         else:
             high = middle
-    return reason, low
+    return (reason, low), gap_s
 
 
-def left_s_ago(ask: Ask, group: int, block: int) -> int | None:
+def left_s_ago(ask: Ask, key: BlockKey) -> int | None:
     """Return how long ago a block was evicted from memory, if that is known."""
     manager = ask.namespace.manager
-    left_s = manager.ghosts.left_s(ask.chain.key(group, block))
+    left_s = manager.ghosts.left_s(key)
     return None if left_s is None else manager.now_s - left_s
-
-
-def _lacking(ask: Ask, block: int) -> tuple[int, str]:
-    """Return the group that lacks a block, and why; the prefix of a group that needs all first."""
-    namespace = ask.namespace
-    for group in namespace.full_first:
-        reason = _why(namespace, ask.chain.key(group, block))
-        if reason:
-            return group, reason
-    return 0, NEVER_SEEN
 
 
 def _why(namespace: Namespace, key: BlockKey) -> str:
@@ -69,12 +65,11 @@ def _why(namespace: Namespace, key: BlockKey) -> str:
     return NEVER_SEEN if evicted_s is None else "evicted"
 
 
-def _undecided(ask: Ask, group: int, block: int) -> bool:
-    """Tell whether a tier or a peer may still have it."""
+def _undecided(ask: Ask, key: BlockKey) -> bool:
+    """Tell whether a tier or a peer may still have a block."""
     if ask.fetch is not None and ask.offered is None:
         return True
     tiering = ask.namespace.tiering
     if ask.memory_only or not tiering.sources:
         return False
-    result, _, _ = tiering.leading([ask.chain.key(group, block)], 0)
-    return result is not LookupResult.MISS
+    return tiering.leading([key], 0)[0] is not LookupResult.MISS

@@ -277,12 +277,14 @@ class Store:
             raise ProtocolError("Step before Welcome")
         for lease_id in step.release:
             self._lookups.end_lease(session, namespace, LeaseId(lease_id))
-        count_step(self.numbers, namespace.label, step, self._tier_names)
+        if step.lookup_tokens or step.hit_tokens or step.missed_tokens or step.counts:
+            count_step(self.numbers, namespace.label, step, self._tier_names)
         for shown in step.engine_blocks:
             namespace.engines.announce(session.number, shown, session.granted)
         if self._peers is not None and not namespace.layout.unnamed:
             self._peers.on_step(namespace, session.number, step, self._now_ns)
-        namespace.unstored.add(map(BlockKey, step.unstored), namespace.manager.now_s)
+        if step.unstored:
+            namespace.unstored.add(map(BlockKey, step.unstored), namespace.manager.now_s)
         for lookup in step.lookups:
             answer = self._lookups.ask(session, namespace, lookup, self._now_ns)
             if answer is not None:
