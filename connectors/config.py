@@ -25,7 +25,7 @@ from kvstore.wire.framing import is_sendable
 
 SOURCE = "kv_connector_extra_config"
 COUNT_MAX = 10**9
-OF_PRIVATE_STORES = ("nvme", "listen", "promote", "promote_limit")
+OF_PRIVATE_STORES = ("nvme", "listen", "metrics", "promote", "promote_limit")
 
 DirectWay = Literal["", "pull", "push"]
 
@@ -52,9 +52,10 @@ def _as_given(section: str, name: str) -> Reader:
     """Check a value as a section of a store's file does, and keep its text for that section."""
 
     def read(value: object, found: Mapping[str, Any]) -> str:
-        from kvstore.config import EngineConfig, PeerConfig  # noqa: PLC0415 - see above
+        from kvstore.config import EngineConfig, PeerConfig, ServerConfig  # noqa: PLC0415 - see above
 
-        kinds: dict[str, type[Section]] = {"engine": EngineConfig, "peer": PeerConfig}
+        kinds: dict[str, type[Section]]
+        kinds = {"engine": EngineConfig, "peer": PeerConfig, "server": ServerConfig}
         settings_of(kinds[section])[name].read(value, found)
         return str(value)
 
@@ -111,8 +112,12 @@ class ExtraConfig(Section, frozen=True):
 
     listen: Annotated[str | None, Setting(_as_given("peer", "listen"))]
     """host:port of a private store's side channel, on loopback, since a private store has no
-    cluster key; `"127.0.0.1:0"` picks a free port. Without it the store has no open port and hands
-    nothing over. All else starts with the first hand-over."""
+    cluster key; `"127.0.0.1:0"` picks a free port. Without it the store opens no port for that
+    and hands nothing over. All else starts with the first hand-over."""
+
+    metrics: Annotated[str | None, Setting(_as_given("server", "metrics"))]
+    """host:port of a private store's metrics endpoint, such as `"127.0.0.1:0"`, which picks a free
+    port; the store's log has the address. Without it the store has no such endpoint."""
 
     two_way: Annotated[bool, Setting(flag, default=False)]
     """Hold the blocks that this engine decodes for another one until the conversation's next turn,
@@ -179,7 +184,8 @@ class ExtraConfig(Section, frozen=True):
             return self.store
         from kvstore.launch import ensure  # noqa: PLC0415 - only a private store is started here
 
-        return ensure(engine_id, self.cpu_bytes or 0, self.nvme, self.listen, self.engine)
+        given = self.nvme, self.listen, self.engine, self.metrics
+        return ensure(engine_id, self.cpu_bytes or 0, *given)
 
     @property
     def direct_way(self) -> DirectWay:

@@ -98,6 +98,26 @@ class LoadPlanner:
         return split
 
 
+def why_missed(tracked: TrackedRequest, grant: Grant | None, size: int) -> dict[str, int]:
+    """Return why tokens of an admitted request are no hits, by reason; size: of a block.
+
+    grant: the answer that was used. It says of the blocks up to one why; others were never seen.
+    """
+    at = tracked.local + sum(tracked.sources.values())
+    tokens = tracked.request.num_tokens
+    whole = max(at, (tokens - 1) // size * size)  # the last token is always computed
+    end, reason = whole, tracked.gave_up
+    if not reason and grant is None:
+        reason = "load_failed" if tracked.failures else "no_store"
+    elif not reason and grant is not None:
+        reason, blocks = grant.missed
+        reason, end = reason or "never_seen", blocks * size
+    end = min(max(at, end), whole)
+    found = {"never_seen": whole - end, "tail": tokens - whole}
+    found[reason] = found.get(reason, 0) + end - at
+    return {reason: tokens for reason, tokens in found.items() if tokens}
+
+
 def engine_blocks(geometry: Geometry, table: BlockTable, local: int, total: int) -> EngineSpec:
     """Choose the engine blocks that a load fills, from token `local` up to token `total`.
 

@@ -202,6 +202,7 @@ class RequestLookups:
         silent = self._client.unanswered_ns(tracked.ask) > limit_ns
         if silent or now - tracked.deferred_ns > max(LOADING_LIMIT_NS, limit_ns):
             self._client.count("timed_out")
+            tracked.gave_up = "lease_limit" if tracked.capped else "too_late"
             self.drop(tracked)
             tracked.phase, tracked.failures = Phase.RUNNING, FAILURES_MAX
             self.queue.remove(tracked)

@@ -59,6 +59,7 @@ class TrackedRequest(msgspec.Struct, eq=False):
     capped: bool = False  # it lost its lease, or got none, at the cap of leases
     waited: bool = False  # a busy engine waits for first lookups only
     deferred_ns: int | None = None
+    gave_up: str = ""  # why it waits for no answer any more, if that is so
     failures: int = 0
     local: int = 0  # tokens that the engine has itself
     started_at: int | None = None  # computed tokens before a step that may be undone

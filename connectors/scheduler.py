@@ -31,7 +31,7 @@ from typing import Any
 from connectors.engine_interface import BlockTable, EngineRequest, Geometry, Step
 from connectors.events import BlockEvent, BlockEvents
 from connectors.kv_transfer_params import NO_REMOTE, NO_TRANSFER, Transfer
-from connectors.load_planner import CPU, LoadPlanner
+from connectors.load_planner import CPU, LoadPlanner, why_missed
 from connectors.pd_scheduler import HandOvers
 from connectors.request_lookups import IDLE_WAIT_S, RequestLookups
 from connectors.request_policy import NO_LIMITS, RequestPolicy
@@ -232,7 +232,10 @@ class SchedulerHalf:
         self._rewind(tracked)
         tracked.sources = self._loads.split_by_source(grant, external)
         if tracked.may_load:
-            self._client.count_usage(tracked.request.num_tokens - tracked.local, tracked.sources)
+            answer = None if grant is NO_GRANT else grant
+            missed = why_missed(tracked, answer, self._geometry.block_tokens)
+            asked = tracked.request.num_tokens - tracked.local
+            self._client.count_usage(asked, tracked.sources, missed)
         used = False
         if external:
             used = self._loads.plan(tracked, grant, table, external)
@@ -398,6 +401,7 @@ class SchedulerHalf:
         if tracked.phase is Phase.RUNNING and not self._may_be_undone(tracked):
             computed = tracked.request.num_computed_tokens
             self._stores.store_complete(tracked, computed, lambda _: table)
+            self._client.report_unstored(self._stores.left_out(tracked, computed))
         self._final_stores.extend(self._stores.take_jobs())
         self._lookups.end(tracked)
         self._hand_overs.end(request_id)

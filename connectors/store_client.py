@@ -13,7 +13,7 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -29,6 +29,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 EVENTS_MAX = 100_000
+UNSTORED_MAX = 1024  # keys that wait to be told; each costs the store a microsecond
 STEP_BYTES = 4 << 20
 """Of hashes in one message, and of what a store has not read when it is told more: many prompts
 of a million tokens that come at once are no message that it takes, nor fit into what waits."""
@@ -183,6 +184,7 @@ class Grant(msgspec.Struct, frozen=True):
     """A lookup's answer: what is present, by group; valid until until_ns.
 
     kept: how many leading blocks the store has in its own tiers after the load.
+    missed: why no block after the hit is one, and up to which block that is so.
     """
 
     lease: int
@@ -191,6 +193,7 @@ class Grant(msgspec.Struct, frozen=True):
     sources: dict[str, int]
     capped: bool = False
     kept: int = ALL
+    missed: tuple[str, int] = ("", 0)
 
 
 class StoreClient:
@@ -223,6 +226,8 @@ class StoreClient:
         self._versions: BlockVersions | None = None
         self._usage_tokens = 0
         self._usage_hits: Counter[str] = Counter()
+        self._usage_missed: Counter[str] = Counter()
+        self._unstored: list[bytes] = []
         self._next_ask = 1
         attacher.start()
 
@@ -350,10 +355,21 @@ class StoreClient:
         self._asked_ns.pop(ask, None)
         self._grants.pop(ask, None)
 
-    def count_usage(self, lookup_tokens: int, hits: dict[str, int]) -> None:
-        """Count a request that was admitted: tokens asked for, and tokens served by tier."""
+    def count_usage(
+        self, lookup_tokens: int, hits: Mapping[str, int], missed: Mapping[str, int]
+    ) -> None:
+        """Count a request that was admitted.
+
+        lookup_tokens: asked for; of these hits were served, by tier, and the others not, by reason.
+        """
         self._usage_tokens += lookup_tokens
         self._usage_hits.update(hits)
+        self._usage_missed.update(missed)
+
+    def report_unstored(self, keys: Sequence[bytes]) -> None:
+        """Tell the store which blocks found no slot; of many the first ones."""
+        if self.session:
+            self._unstored += keys[: UNSTORED_MAX - len(self._unstored)]
 
     def count(self, event: str, by: int = 1) -> None:
         """Count an event, for the engine's statistics and for the store's metrics."""
@@ -383,10 +399,12 @@ class StoreClient:
                 release=_take(self._release),
                 lookup_tokens=self._usage_tokens,
                 hit_tokens=dict(self._usage_hits),
+                missed_tokens=dict(self._usage_missed),
                 counts=dict(self._counts),
                 handed_over=_take(self._hand_overs, _fitting(self._hand_overs)),
                 unwanted=_take(self._remote_releases),
                 engine_blocks=_take(self._readable_blocks, _fitting(self._readable_blocks)),
+                unstored=_take(self._unstored),
                 tenants=_take(self._untold_tenants),
             )
             if step == _NOTHING:
@@ -394,6 +412,7 @@ class StoreClient:
                 return
             self._usage_tokens = 0
             self._usage_hits.clear()
+            self._usage_missed.clear()
             self._counts.clear()
             self._link.send(step)
         except LinkLost as exc:
@@ -449,6 +468,7 @@ class StoreClient:
                 sources=granted.sources,
                 capped=granted.capped,
                 kept=ALL if granted.kept is None else granted.kept,
+                missed=granted.missed,
             )
         self.credits.extend(array(framing.U32, answers.credits))
         self.known.add(answers.added)

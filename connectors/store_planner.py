@@ -114,6 +114,13 @@ class StorePlanner:
                 client.count("store_declined")
         return (tracked.cursor + 1) * size
 
+    def left_out(self, tracked: TrackedRequest, computed: int) -> list[bytes]:
+        """Return the keys of a request's complete blocks that have found no slot, of one group."""
+        every, hashes = self._hashes_per_block, tracked.request.block_hashes
+        end = min(computed // self._geometry.block_tokens, len(hashes) // every)
+        suffix = next((b.suffix for b in self._batches if not b.rooted), self._batches[0].suffix)
+        return [hashes[(n + 1) * every - 1] + suffix for n in range(tracked.cursor, end)]
+
     def _gather(self, tracked: TrackedRequest, end: int, table: BlockTable) -> None:
         """Gather the blocks up to end-1, of every group that has them, as far as credits go."""
         self._use(tracked)

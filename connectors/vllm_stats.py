@@ -10,11 +10,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-EVENTS = frozenset((
-    "deferred", "deferred_steps", "detached", "events_untold", "failed_loads", "failed_stores",
-    "given_up_loads", "hand_over_unstored", "load_bytes", "load_failed", "load_tokens",
-    "store_blocks", "store_bytes", "store_declined", "timed_out", "transfer_refused",
-))  # fmt: skip
+# By metric of vLLM's endpoint: its label, and what is counted under which value of it.
+COUNTERS: dict[str, tuple[str, dict[str, str]]] = {
+    "vllm:kvstore_events": ("event", {name: name for name in (
+        "deferred", "detached", "events_untold", "failed_loads", "failed_stores", "given_up_loads",
+        "hand_over_unstored", "load_failed", "store_declined", "timed_out", "transfer_refused",
+    )}),
+    "vllm:kvstore_steps": ("event", {"deferred_steps": "deferred"}),
+    "vllm:kvstore_planned_blocks": ("direction", {"store_blocks": "store"}),
+    "vllm:kvstore_planned_tokens": ("direction", {"load_tokens": "load"}),
+    "vllm:kvstore_copied_bytes": ("direction", {"store_bytes": "store", "load_bytes": "load"}),
+}  # fmt: skip
 
 
 class TieredStats(KVConnectorStats):
@@ -40,7 +46,7 @@ class TieredStats(KVConnectorStats):
 
 
 class TieredPromMetrics(KVConnectorPromMetrics):
-    """One counter, vllm:kvstore_events_total, with the name of what was counted as label."""
+    """What COUNTERS names, one counter for each unit."""
 
     def __init__(
         self,
@@ -49,20 +55,25 @@ class TieredPromMetrics(KVConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Register the counter, with every event at 0 for every engine."""
+        """Register the counters, with every label value at 0 for every engine."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._events = self._counter_cls(
-            name="vllm:kvstore_events",
-            documentation="Events of the kvstore connector; in bytes where the name says so.",
-            labelnames=[*labelnames, "event"],
-        )
-        for labels in per_engine_labelvalues.values():
-            for event in EVENTS:
-                self._events.labels(*labels, event)
+        self._counters: dict[str, tuple[Any, str]] = {}  # by what is counted, with its label
+        for name, (label, values) in COUNTERS.items():
+            unit = name.rpartition("_")[2]
+            counter = self._counter_cls(
+                name=name,
+                documentation=f"Counts of the kvstore connector: {unit}, by {label}.",
+                labelnames=[*labelnames, label],
+            )
+            for counted, value in values.items():
+                self._counters[counted] = counter, value
+                for labels in per_engine_labelvalues.values():
+                    counter.labels(*labels, value)
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Add one report."""
         labels = self.per_engine_labelvalues[engine_idx]
-        for event, count in transfer_stats_data.items():
-            if event in EVENTS:
-                self._events.labels(*labels, event).inc(count)
+        for counted, count in transfer_stats_data.items():
+            if counted in self._counters:
+                counter, value = self._counters[counted]
+                counter.labels(*labels, value).inc(count)

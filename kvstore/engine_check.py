@@ -196,7 +196,9 @@ def _private(
     """Check what a private store needs; a block of the model has to fit into its extents."""
     address = address_of(str(table.get("engine_id", "")))
     config = parse(
-        private_settings(address, extra.cpu_bytes or 0, extra.nvme, extra.listen, extra.engine),
+        private_settings(
+            address, extra.cpu_bytes or 0, extra.nvme, extra.listen, extra.engine, extra.metrics
+        ),
         source="the private store",
     )
     for finding in examine(config):

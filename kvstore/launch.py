@@ -56,13 +56,14 @@ def private_settings(
     nvme: Mapping[str, Any] | None = None,
     peer: str | None = None,
     engine: Mapping[str, str] | None = None,
+    metrics: str | None = None,
 ) -> dict[str, Any]:
     """Return the settings of a private store, as a store's file has them.
 
     nvme: its `[nvme]`, None for no disk. peer: `listen` of its `[peer]`, None for no hand-over and
-    no open port. engine: its `[engine]`.
+    no open port. engine: its `[engine]`. metrics: where its endpoint listens, if it has one.
     """
-    server = {"socket": address, "metrics": ""}
+    server = {"socket": address, "metrics": metrics or ""}
     settings: dict[str, Any] = {"cpu": {"capacity": cpu_bytes}, "server": server}
     if engine:
         settings["engine"] = dict(engine)
@@ -79,6 +80,7 @@ def ensure(
     nvme: Mapping[str, Any] | None = None,
     peer: str | None = None,
     engine: Mapping[str, str] | None = None,
+    metrics: str | None = None,
 ) -> str:
     """Start the engine's private store unless it runs; return its address.
 
@@ -92,7 +94,7 @@ def ensure(
     except TakenError:
         return address
     sweep(folder)
-    settings = private_settings(address, cpu_bytes, nvme, peer, engine)
+    settings = private_settings(address, cpu_bytes, nvme, peer, engine, metrics)
     command = [sys.executable, "-P", "-m", "kvstore.store.embedded", json.dumps(settings)]
     passed = (listener.sock.fileno(), listener.lock_fd)
     try:

@@ -61,7 +61,7 @@ def place() -> Place:
 
 def internal(place: Place, *, decode: bool = False) -> float:
     site = place.decode if decode else place.prefill
-    return site.peers.gauges()["kvstore_hand_over_events", "internal"]
+    return site.peers.gauges()["kvstore_hand_over_bugs", "internal"]
 
 
 @pytest.mark.parametrize("verb", ["_want", "_hello", "_of_request"])

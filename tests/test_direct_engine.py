@@ -72,7 +72,7 @@ def test_B19_direct_what_was_overwritten_while_it_was_read_is_read_again_from_sl
         overwrite(made, [0, 3])
         found = made.brings(grant, range(6))
         assert (found[GPU], found[CPU]) == (4, 2)
-        assert since(made.stores[0].address, {})["kvstore_hand_over_events{stale}"] == 2
+        assert since(made.stores[0].address, {})["kvstore_hand_over_blocks{stale}"] == 2
 
 
 def told(rank: Rank) -> bool:

@@ -36,7 +36,11 @@ def state(store: LiveStore, what: str = drain.DRAIN) -> drain.Drained:
 
 
 def stored(store: LiveStore) -> int:
-    return store.server.store.numbers.moved["nvme", "stored"]
+    core = store.server.store
+    for namespace in core.namespaces.values():
+        namespace.count()
+    counts = core.numbers.counts
+    return int(sum(n for key, n in counts.items() if key[::3] == ("kvstore_tier_blocks", "stored")))
 
 
 def refusal(store: LiveStore, name: str) -> p.Refused:

@@ -180,7 +180,7 @@ def test_B2_a_real_store_outlives_wrong_messages_and_serves_good_clients(
         assert served > 3
         assert grown < GROWN_MAX, f"{grown} bytes more"
         numbers = prefill.numbers()
-        assert numbers["hand_over_events{malformed}"] > MESSAGES // 10
-        assert numbers["hand_over_events{unauthorised}"] > 0
+        assert numbers["side_channel_refused{malformed}"] > MESSAGES // 10
+        assert numbers["side_channel_refused{unauthorised}"] > 0
         assert numbers["refused{malformed}"] > 0
         hand_over()

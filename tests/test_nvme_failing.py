@@ -19,6 +19,7 @@ import pytest
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.types import LookupResult
+from kvstore.metrics import Numbers
 from kvstore.store.gauges import disk_gauges
 from tests.bench.steal import Watch
 from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
@@ -238,7 +239,7 @@ def test_a_commit_that_hangs_stops_nothing_but_writes(
         found.put(2, 0, 5)
         wait_for(found, "read_only")
         assert gate.waiting == 1
-        shown = disk_gauges(found.disk)
+        shown = disk_gauges(found.disk, Numbers())
         assert shown["kvstore_tier_stalled_seconds", "nvme", "keeper"] > 0.2
         assert shown["kvstore_tier_stalled_seconds", "nvme", "reads"] == 0.0
         assert shown["kvstore_tiers", "nvme", "read_only"] == 1.0

@@ -98,7 +98,7 @@ def test_Q21_what_can_change_does_while_engines_are_attached(reloads: Reloads) -
             "nvme": 3 * 10**9,
             "shelf": 4 * 10**9,
         }
-        assert namespace.tiering._budgets["nvme"]._day_bytes == 1 << 30
+        assert namespace.tiering._budgets["nvme"].day_bytes == 1 << 30
         lookups, sessions = server.store._lookups, server.store.sessions
         assert lookups._engine.lease_ns == lookups._lease_ms * 10**6 == 7 * 10**9
         assert lookups._engine is sessions._engine is server.store._engine

@@ -280,7 +280,9 @@ WRONG = {
 }
 WRONG_OF_SCHEDULERS = {
     "unknown-event": p.Step(counts={"made_up": 1}),
-    "unknown-tier": p.Step(hit_tokens={"made_up": 1}),
+    "unknown-tier": p.Step(lookup_tokens=1, hit_tokens={"made_up": 1}),
+    "unknown-reason": p.Step(lookup_tokens=1, missed_tokens={"made_up": 1}),
+    "tokens-neither-hit-nor-missed": p.Step(lookup_tokens=3, missed_tokens={"tail": 2}),
     "no-width": p.Step(lookups=(p.Lookup(1, b"1234", 0),)),
     "broken-hashes": p.Step(lookups=(p.Lookup(1, b"12345", 4),)),
     "stored-from-a-scheduler": p.Stored(b"", (), (), ok=True, seconds=0.0),

@@ -97,8 +97,8 @@ def test_B3_blocks_without_a_name_are_not_handed_over(
         eventually(lambda: get(giver, chain) == 3)
         for _ in range(3):
             assert get(taker, chain, peer=address(prefill), request="r") == 0
-        refused = stat(prefill, "kvstore_hand_over_events", event="refused")
-        beats = stat(decode, "kvstore_hand_over_events", event="heartbeats")
+        refused = stat(prefill, "kvstore_side_channel_refused", reason="refused")
+        beats = stat(decode, "kvstore_hand_over_requests", event="heartbeats")
         if giver_named:  # who has no name asks nobody
             assert (refused, beats) == (0, 0)
             assert stat(decode, "kvstore_hand_over_open", what="asked") == 0

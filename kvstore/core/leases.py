@@ -110,6 +110,11 @@ class LeaseBook:
         """Count the leases that have not ended."""
         return len(self._leases)
 
+    @property
+    def blocks(self) -> int:
+        """Count the blocks that all leases pin, repeats included."""
+        return sum(self._blocks.values())
+
     def blocks_of(self, owner: int) -> int:
         """Count the blocks that an owner's leases pin, repeats included."""
         return self._blocks.get(owner, 0)

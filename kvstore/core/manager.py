@@ -26,13 +26,14 @@ Pure: no clock, thread, file or socket. Time comes in as now_ns, on one thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import cast
 
 from kvstore.core.errors import InvariantBroken, check
 from kvstore.core.eviction import LeafLRU
+from kvstore.core.ghosts import Ghosts
 from kvstore.core.index import Entry, Index, Node, Path, State
 from kvstore.core.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
 from kvstore.core.lookup import Answer, Below, common_hit
@@ -43,6 +44,7 @@ from kvstore.core.types import BlockKey, Chain, Changes, GroupRule, LeaseId, Slo
 _WRITING, _COMING, _READY, _DROPPED = State  # a member of an enum takes 0.1 us to read
 _HERE = (_READY, _COMING)
 _STORED = StoreOutcome.STORED
+_SAMPLED = 4  # of the blocks that one call evicts, whose age and idle time are told
 _SWEEP_MAX = 4096  # blocks that one call looks at when slots are taken away
 QUOTA_SLICE = 256  # blocks that one call takes from a tenant that has too much
 CLEAR_MAX = 1024  # cleared blocks whose slots one call gives back
@@ -55,17 +57,19 @@ class Manager:
         self,
         rules: Sequence[GroupRule],
         generations: Generations,
-        evictions: Counter[str] | None = None,
+        ghosts: Ghosts | None = None,
+        aged: Callable[[int, int, int], object] = lambda *_: None,
     ) -> None:
         """generations: has a counter for every slot added; the caller sees to that.
 
-        evictions: counts blocks that leave, by reason; managers may share one.
+        ghosts: of blocks that were evicted. aged(idle_s, age_s, count): blocks are evicted that
+        were last used and stored so long ago, as far as one of them tells.
         """
         self.rules = tuple(rules)
         self._one_full = [rule.trailing for rule in rules] == [None]
         self.index = Index()
         self.leases = LeaseBook()
-        self.evictions: Counter[str] = Counter() if evictions is None else evictions
+        self.evictions: Counter[str] = Counter()  # of blocks, by reason; may be emptied
         self.slots = Slots(generations)
         self._policy: LeafLRU | TenantOrder = LeafLRU()
         self._tenants: TenantOrder | None = None  # the same, once there is a tenant
@@ -73,6 +77,9 @@ class Manager:
         self._cleared: list[Index] = []  # ready blocks that no lookup finds any more
         self._outdated: dict[Slot, Entry] = {}  # was coming when all was cleared
         self._changes = Changes([], [])
+        self.now_s = 0  # the caller's clock
+        self.ghosts = Ghosts(memoryview(bytearray(1024))) if ghosts is None else ghosts
+        self._aged = aged
 
     # Slots
 
@@ -91,7 +98,7 @@ class Manager:
     def _evict(self, victims: Iterator[Node], reason: str, count: int) -> None:
         """Take blocks out until `count` slots are free, or there is no other."""
         removed, free, retiring = self._changes.removed, self.slots.free, self.slots.retiring
-        before, tenants = len(removed), self._tenants
+        before, had, tenants = len(removed), len(free), self._tenants
         victim: Entry | None = None
         for victim in cast("Iterator[Entry]", victims):
             self.index.remove(victim)
@@ -102,9 +109,19 @@ class Manager:
                 free.append(victim.slot)
             if len(free) >= count:
                 break
-        if victim is not None:
-            self._policy.freed(victim.parent)
-        self.evictions[reason] += len(removed) - before
+        if victim is None:
+            return
+        above, count = victim.parent, len(removed) - before
+        self._policy.freed(above)
+        self.evictions[reason] += count
+        self.ghosts.add(removed[before:], self.now_s)
+        some = free[had : had + _SAMPLED]
+        if some:
+            used_s, stored_s = self.slots.used_s, self.slots.stored_s
+            last_s = max(max(used_s[slot], stored_s[slot]) for slot in some)
+            if above is not None:  # it was used with what hung below it
+                used_s[above.slot] = max(used_s[above.slot], last_s)
+            self._aged(self.now_s - last_s, self.now_s - stored_s[some[0]], count)
 
     def tend_tenants(self, new: Mapping[bytes, Share], block_bytes: int) -> bool:
         """Take out some blocks of tenants that have more than they may; True: call again soon.
@@ -257,6 +274,7 @@ class Manager:
 
     def _became_ready(self, entry: Entry, below: Entry | None) -> None:
         """A block can be read now. below: the one that becomes ready next, if any does."""
+        self.slots.stored_s[entry.slot] = self.now_s
         tenants = self._tenants
         if tenants is not None:
             tenants.entered(entry.key)
@@ -327,16 +345,20 @@ class Manager:
             self.touch(chain.key(group, limit - 1))
         lease = self.leases.add(owner, deadline_ns, tuple(hits), entries, pinned)
         for entry in pinned:
-            if entry.next is not None:
-                self._pinned(entry)
+            if entry.next is not None and not entry.children:  # a pinned leaf is in no order
+                self._policy.remove(entry)
         return lease
 
     def touch(self, key: BlockKey) -> bool:
         """Refresh the recency of a block, and with it of the path above it; False: not ready."""
         entry = self.ready(key)
         if entry is not None:
-            self._policy.touch(entry)
+            self._touch(entry)
         return entry is not None
+
+    def _touch(self, entry: Entry) -> None:
+        self._policy.touch(entry)
+        self.slots.used_s[entry.slot] = self.now_s
 
     def complete_load(self, lease_id: LeaseId, damaged: Collection[Slot] = ()) -> bool:
         """End a lease; False if it had ended before. Blocks in damaged slots are dropped."""
@@ -353,17 +375,12 @@ class Manager:
                     self.drop(entry.key, "damaged")
         return True
 
-    def _pinned(self, entry: Entry) -> None:
-        """A leaf that is pinned is not in the policy's way."""
-        if not entry.children:
-            self._policy.remove(entry)
-
     def _unpinned(self, entry: Entry) -> None:
         """The last pin is gone: the block was in use until now, or its slot goes back."""
         if entry.state is _DROPPED:
             self.slots.release(entry.slot)
         elif entry.state is _READY and not entry.children and self.index.holds(entry):
-            self._policy.touch(entry)
+            self._touch(entry)
 
     def expire(self, now_ns: int) -> list[LeaseId]:
         """End the leases that nobody completed in time, and name them."""
@@ -382,7 +399,8 @@ class Manager:
         entry = self.ready(key)
         if entry is not None:
             entry.pins += 1
-            self._pinned(entry)
+            if not entry.children:  # a pinned leaf is in no order
+                self._policy.remove(entry)
         return entry
 
     def unpin(self, entries: Iterable[Entry]) -> None:
@@ -403,8 +421,8 @@ class Manager:
             if entry is None or entry.state is not _READY:
                 break
             entry.pins += 1
-            if entry.next is not None:
-                self._pinned(entry)
+            if entry.next is not None and not entry.children:  # a pinned leaf is in no order
+                self._policy.remove(entry)
             pinned.append(entry)
         return pinned
 
@@ -421,6 +439,8 @@ class Manager:
         if self._tenants is not None:
             self._tenants.left(key)
         self.evictions[reason] += 1
+        if reason == "resize":
+            self.ghosts.add((entry.key,), self.now_s)
         self._changes.removed.append(entry.key)
         self.slots.vacate(entry.slot, pinned=entry.pins > 0)
         self._policy.freed(entry.parent)

@@ -6,6 +6,7 @@ ended finds another one.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable
 
 from kvstore.core.index import Entry
@@ -23,6 +24,8 @@ class Slots:
     def __init__(self, generations: Generations) -> None:
         """generations: has a counter for every slot added; the caller sees to that."""
         self.total = 0  # those being retired left out
+        self.stored_s = array("I")  # of the block in each slot: when it became ready
+        self.used_s = array("I")  # and when it was last used itself, if that was later
         self.free: list[Slot] = []
         self.granted: dict[Slot, Write | None] = {}  # None: nothing is written there yet
         self.generations = generations
@@ -32,6 +35,8 @@ class Slots:
     def add(self, slots: Collection[Slot]) -> None:
         """Take over empty slots; the lowest are handed out first."""
         self.free.extend(sorted(slots, reverse=True))
+        for times in (self.stored_s, self.used_s):
+            times.frombytes(bytes(4 * max(0, max(slots, default=-1) + 1 - len(times))))
         self.total += len(slots)
 
     def retire(self, slots: Iterable[Slot]) -> bool:

@@ -15,7 +15,7 @@ Every job ends in exactly one result, which unpins or releases all its slots.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -48,6 +48,19 @@ _PINNED_PART = 4  # of the slots: a quarter
 _BACKLOG_NS = 10_000_000_000
 _WALK_MAX = 4096  # ancestors that are looked at in one go
 
+Queued = tuple[BlockKey, bool, int]
+
+
+class Unfinished(NamedTuple):
+    """Blocks that are pinned for copies to lower tiers, blocks on their way up, and queues.
+
+    queues: each tier that blocks wait for, how many, and since when the first one does.
+    """
+
+    storing: int
+    arriving: int
+    queues: Sequence[tuple[str, int, int]]
+
 
 class Found(NamedTuple):
     """Neighbouring blocks of a chain that memory lacks, and the tier that has them."""
@@ -71,6 +84,7 @@ class _Open(msgspec.Struct, eq=False):
     done: int | None = None  # blocks that arrived whole, once it has ended
     cleared: bool = False  # what it moves is of before a clear
     again: set[BlockKey] = set()  # of a cleared store: what was submitted anew since
+    began_ns: int = 0
     tags: Sequence[Any] = ()  # of a load for somebody who holds the slots: what to call its blocks
 
 
@@ -94,15 +108,16 @@ class Tiering:
         backlog_ns: Mapping[str, int] | None = None,
         budgets: Mapping[str, WriteBudget] | None = None,
         remote: Sequence[Tier] = (),
-        counts: Counter[tuple[str, str]] | None = None,
+        promoted: Callable[[float], object] = lambda _: None,
     ) -> None:
         """tiers: fastest first. backlog_ns: how long blocks may wait for a tier, by its name.
 
         remote: tiers that are asked after the others, and never written to.
         budgets: what may be written to a tier, by its name; other namespaces share them.
-        counts: blocks moved, by (tier, event); other namespaces may share it.
+        promoted(seconds): blocks have arrived that were asked for so long ago.
         """
-        self.counts: Counter[tuple[str, str]] = Counter() if counts is None else counts
+        # Blocks moved, by (tier, event); may be emptied.
+        self.counts: Counter[tuple[str, str]] = Counter()
         self.tiers = tuple(tiers)
         self.sources = (*tiers, *remote)
         # Asked here once: it takes 5 us.
@@ -116,14 +131,15 @@ class Tiering:
         limits = backlog_ns or {}
         self.backlogs = {t.name: Backlog(limits.get(t.name, _BACKLOG_NS)) for t in tiers}
         self._budgets = {t.name: (budgets or {}).get(t.name) or WriteBudget(None) for t in tiers}
-        # Keys, and whether what the tier lacks above them is wanted, too.
-        self._queues: dict[str, deque[tuple[BlockKey, bool]]] = {t.name: deque() for t in tiers}
+        # Keys, whether what the tier lacks above them is wanted, too, and since when.
+        self._queues: dict[str, deque[Queued]] = {t.name: deque() for t in tiers}
+        self._promoted = promoted
         self._storing: Counter[str] = Counter()  # blocks being copied to a tier
         self._stored: Counter[str] = Counter()  # since the last poll
         self._open: dict[JobId, _Open] = {}
         self._under_way: Counter[str] = Counter()
         self._load_blocks = max(1, min(JOB_BLOCKS_MAX, LOAD_BYTES // slot_bytes))
-        self._coming: dict[BlockKey, _Open] = {}
+        self.coming: dict[BlockKey, _Open] = {}  # what is on its way up
         self.off_disk = OffDisk()
         self._staged: list[tuple[Any, bool]] = []
         self._next_job = 1
@@ -158,6 +174,12 @@ class Tiering:
         """Count the blocks that wait to be copied down, or are being copied."""
         return sum(map(len, self._queues.values())) + sum(self._storing.values())
 
+    @property
+    def unfinished(self) -> Unfinished:
+        """Count what is on its way down and up."""
+        queues = [(name, len(q), q[0][2]) for name, q in self._queues.items() if q]
+        return Unfinished(sum(self._storing.values()), len(self.coming), queues)
+
     def cascade(self, added: Sequence[BlockKey]) -> None:
         """Queue newly ready blocks, parents first, for every tier that may take them."""
         for tier in self.tiers:
@@ -170,7 +192,7 @@ class Tiering:
     def _enqueue(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
         queue = self._queues[tier.name]
         room = max(0, self.backlogs[tier.name].blocks_max - len(queue))
-        queue.extend((key, True) for key in keys[:room])
+        queue.extend((key, True, self._now_ns) for key in keys[:room])
         self.counts[tier.name, "skipped"] += len(keys[room:])
 
     def enqueue_all(self) -> None:
@@ -187,7 +209,7 @@ class Tiering:
         ready = [entry.key for entry in entries if entry.state is State.READY]
         for tier in self.tiers:
             lacking = (key for key in ready if tier.lookup(key) in states)
-            self._queues[tier.name].extend((key, True) for key in lacking)
+            self._queues[tier.name].extend((key, True, self._now_ns) for key in lacking)
             self._pump(tier)
 
     def _pump(self, tier: Tier) -> None:
@@ -200,8 +222,7 @@ class Tiering:
             pinned: dict[BlockKey, Entry] = {}
             room = min(JOB_BLOCKS_MAX, limit - self._storing[tier.name])
             while queue and len(pinned) < room:
-                key, walk = queue.popleft()
-                self._gather(tier, key, pinned, room - len(pinned), walk=walk)
+                self._gather(tier, queue.popleft(), pinned, room - len(pinned))
             if pinned:
                 self._budgets[tier.name].spend(len(pinned) * self._slot_bytes)
                 entries = list(pinned.values())
@@ -210,14 +231,13 @@ class Tiering:
                 job = self._job(JobKind.STORE, [*pinned], slots, parents)
                 self._submit(_Open(tier, job, entries))
 
-    def _gather(
-        self, tier: Tier, key: BlockKey, pinned: dict[BlockKey, Entry], room: int, *, walk: bool
-    ) -> None:
-        """Pin a block that a tier lacks; walk: after those above it that the tier lacks, too.
+    def _gather(self, tier: Tier, queued: Queued, pinned: dict[BlockKey, Entry], room: int) -> None:
+        """Pin a block that a tier lacks, after those above it that the tier lacks, if wanted.
 
         When these are more than there is room for they are queued, the first of them first. They
         are not walked from again: a tier that fails would never see the end of it.
         """
+        key, walk, since_ns = queued
         above = self._manager.ready(key)
         if above is None:
             self.counts[tier.name, "late"] += 1
@@ -231,7 +251,8 @@ class Tiering:
             above = self._manager.ready(above.parent.key) if above.parent else None
         if len(path) > room:
             on = len(path) == _WALK_MAX
-            self._queues[tier.name].extendleft((e.key, on and e is path[-1]) for e in path)
+            again = ((e.key, on and e is path[-1], since_ns) for e in path)
+            self._queues[tier.name].extendleft(again)
             return
         for lacking in reversed(path):
             self._manager.pin(lacking.key)
@@ -265,29 +286,31 @@ class Tiering:
                     if tier.lookup(key) is LookupResult.MISS and self._manager.ready(key):
                         self._enqueue(tier, [key])
 
-    @property
-    def coming(self) -> bool:
-        """Tell whether any block is on its way up."""
-        return bool(self._coming)
-
     def sources_of(self, keys: Iterable[BlockKey]) -> list[str | None]:
         """Name the tier that each block is coming from; None for those that are not coming."""
-        jobs = map(self._coming.get, keys)
+        jobs = map(self.coming.get, keys)
         return [None if job is None else job.tier.name for job in jobs]
 
     def coming_with(self, key: BlockKey) -> Sequence[BlockKey]:
         """Name the blocks that come together with one that is on its way up."""
-        work = self._coming.get(key)
+        work = self.coming.get(key)
         return () if work is None else work.job.keys
 
     def promote(
-        self, chain: Chain, blocks: int, found: Sequence[Found], *, off_disk: bool = False
+        self,
+        chain: Chain,
+        blocks: int,
+        found: Sequence[Found],
+        now_ns: int = 0,
+        *,
+        off_disk: bool = False,
     ) -> None:
         """Start reading what a hit of the first `blocks` blocks lacks in memory.
 
         found: in ascending order. off_disk: none of it is copied down. Slots are granted as far as
         they go; what finds none stays where it is.
         """
+        self._now_ns = max(self._now_ns, now_ns)
         wanted: dict[Tier, tuple[list[BlockKey], list[BlockKey | None]]] = {}
         for group, rule in enumerate(self._manager.rules):
             first, chained = chain.first_of(rule, blocks), rule.trailing is None
@@ -333,7 +356,7 @@ class Tiering:
                 if off_disk:
                     self.off_disk.update(moved)
                 job = self._job(JobKind.LOAD, moved, [slots[at] for at in places], above)
-                self._start_load(_Open(tier, job))
+                self._start_load(_Open(tier, job, began_ns=self._now_ns))
 
     def stage(
         self, tier: Tier, keys: Sequence[BlockKey], slots: Sequence[Slot], tags: Sequence[Any]
@@ -353,9 +376,9 @@ class Tiering:
         return staged
 
     def _start_load(self, work: _Open) -> None:
-        self._coming.update(dict.fromkeys(work.job.keys, work))
+        self.coming.update(dict.fromkeys(work.job.keys, work))
         for parent in set(work.job.parents).difference(work.job.keys):
-            bringer = None if parent is None else self._coming.get(parent)
+            bringer = None if parent is None else self.coming.get(parent)
             if bringer is not None and bringer is not work and bringer.job.job_id not in work.above:
                 work.above.add(bringer.job.job_id)
                 bringer.below.append(work)
@@ -431,9 +454,11 @@ class Tiering:
             if work.done is None or work.above:
                 continue
             for key in work.job.keys:
-                if self._coming.get(key) is work:  # cleared, it may be on its way again
-                    del self._coming[key]
+                if self.coming.get(key) is work:  # cleared, it may be on its way again
+                    del self.coming[key]
             done = 0 if work.cleared else work.done
+            if done:
+                self._promoted((self._now_ns - work.began_ns) / 1e9)
             outcomes = self._manager.complete_promotions(work.job.slots, done)
             self.counts[work.tier.name, "orphan"] += outcomes.count(StoreOutcome.ORPHAN)
             self.off_disk.left(work.job.keys, self._manager.index)
@@ -445,7 +470,7 @@ class Tiering:
         """Empty every tier; what is under way does not come back when it ends."""
         for queue in self._queues.values():
             queue.clear()
-        for work in (*self._open.values(), *self._coming.values()):
+        for work in (*self._open.values(), *self.coming.values()):
             work.cleared = True
         for tier in self.sources:
             tier.clear()

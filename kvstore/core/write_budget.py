@@ -46,7 +46,7 @@ class WriteBudget:
 
     def __init__(self, day_bytes: int | None) -> None:
         """day_bytes: None for no limit."""
-        self._day_bytes = day_bytes
+        self.day_bytes = day_bytes
         self._left = 0 if day_bytes is None else day_bytes // 24
         self._spare_ns = 0  # since the last byte was added
         self._last_ns: int | None = None
@@ -55,20 +55,25 @@ class WriteBudget:
         """Have another limit from now on; what was spent beyond the last one is not forgotten."""
         if day_bytes is not None:
             first = day_bytes // 24
-            self._left = first if self._day_bytes is None else min(self._left, day_bytes)
-        self._day_bytes, self._spare_ns = day_bytes, 0
+            self._left = first if self.day_bytes is None else min(self._left, day_bytes)
+        self.day_bytes, self._spare_ns = day_bytes, 0
 
     def left(self, now_ns: int) -> bool:
         """Tell whether blocks that were used once may be written."""
-        if self._day_bytes is None:
+        if self.day_bytes is None:
             return True
         if self._last_ns is not None:
             self._spare_ns += now_ns - self._last_ns
-            earned = self._day_bytes * self._spare_ns // _DAY_NS
-            self._spare_ns -= earned * _DAY_NS // self._day_bytes
-            self._left = min(self._day_bytes, self._left + earned)
+            earned = self.day_bytes * self._spare_ns // _DAY_NS
+            self._spare_ns -= earned * _DAY_NS // self.day_bytes
+            self._left = min(self.day_bytes, self._left + earned)
         self._last_ns = now_ns
         return self._left > 0
+
+    @property
+    def left_bytes(self) -> int:
+        """What may be written now; below 0 where more was."""
+        return self._left
 
     def spend(self, size: int) -> None:
         """Note bytes that are being written."""

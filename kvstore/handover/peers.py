@@ -49,7 +49,7 @@ from kvstore.handover.transfers import (
     Written,
 )
 from kvstore.logs import RateLog
-from kvstore.metrics import HAND_OVER_EVENTS, Numbers
+from kvstore.metrics import HAND_OVERS, Numbers
 from kvstore.wire import peer as m
 from kvstore.wire.engine import Extent, Step
 from kvstore.wire.framing import Message
@@ -308,7 +308,8 @@ class Peers:
             "exporters": len(self._agents),
         }
         found |= {("kvstore_hand_over_open", what): count for what, count in open_now.items()}
-        found |= {("kvstore_hand_over_events", event): counts[event] for event in HAND_OVER_EVENTS}
+        for name, events in HAND_OVERS.items():
+            found |= {(name, event): counts[event] for event in events}
         blocks = self.fetched.blocks
         found |= {("kvstore_fetched_blocks", tier): count for tier, count in blocks.items()}
         direct = {"direct": self.fetched.direct_bytes, "engine": self.engine_writes.moved_bytes}

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from kvstore.store.namespaces import Namespaces
+    from kvstore.metrics import Numbers
+from kvstore.store.namespaces import Namespaces
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +42,10 @@ class Drain:
     down as ever, unless there is too much of it.
     """
 
-    def __init__(
-        self, namespaces: Namespaces, engines: Collection[str], moved: Counter[tuple[str, str]]
-    ) -> None:
-        """engines: that have a session. moved: blocks by tier and event."""
+    def __init__(self, namespaces: Namespaces, engines: Collection[str], numbers: Numbers) -> None:
+        """engines: that have a session. numbers: of the store."""
         self.active = False
-        self._namespaces, self._engines, self._moved = namespaces, engines, moved
+        self._namespaces, self._engines, self._numbers = namespaces, engines, numbers
         self._walk: Iterator[int] | None = None
         self._told = False  # the log
         self._alone = False  # the walk began after the last engine had gone
@@ -98,8 +97,11 @@ class Drain:
 
     def _counts(self) -> Counter[str]:
         counts: Counter[str] = Counter()
-        for (_, event), count in self._moved.items():
-            counts[event] += count
+        for namespace in self._namespaces.values():
+            namespace.count()
+        for (name, *labels), count in self._numbers.counts.items():
+            if name == "kvstore_tier_blocks":
+                counts[labels[-1]] += count
         return counts
 
     def state(self) -> Drained:

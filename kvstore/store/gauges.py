@@ -2,43 +2,61 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
+from kvstore import __version__
 from kvstore.core.errors import ProtocolError
-from kvstore.metrics import MEMORY, NVME, Numbers
+from kvstore.core.layout import SlotLayout
+from kvstore.metrics import DEFERRED_STEPS, LABEL_DIGITS, MEMORY, NVME, Numbers
 from kvstore.store.namespace import Namespace
+from kvstore.store.namespaces import Namespaces
 from kvstore.store.session import Phase, Session
 from kvstore.store.tier_guard import Plugin
-from kvstore.wire.engine import EVENTS, Step
+from kvstore.wire.engine import EVENTS, MISSES, VERSION, Step
 from tiers.cpu import CpuMemory
 from tiers.nvme import NvmeDisk
 
+TOLD_MAX = 100  # characters of a label that an engine has told
 DISK_STATES = ("ok", "loading", "read_only", "off")
 
 
-def count_step(numbers: Numbers, step: Step, tiers: Collection[str]) -> None:
-    """Add what a scheduler half has counted. Raises ProtocolError for unknown names."""
-    if step.lookup_tokens:
-        numbers.add("kvstore_lookup_tokens", by=step.lookup_tokens)
+def count_step(numbers: Numbers, label: str, step: Step, tiers: Collection[str]) -> None:
+    """Add what a scheduler half has counted; label: its namespace's.
+
+    Raises ProtocolError for unknown names, and where tokens hit and missed are not all.
+    """
+    for what, found, allowed in (
+        ("tier", step.hit_tokens, tiers),
+        ("reason", step.missed_tokens, MISSES),
+        ("event", step.counts, EVENTS),
+    ):
+        for name in found:
+            if name not in allowed:
+                raise ProtocolError(f"{what} {name!r}, expected one of {sorted(allowed)}")
+    told = sum(step.hit_tokens.values()) + sum(step.missed_tokens.values())
+    if told != step.lookup_tokens:
+        raise ProtocolError(f"{told} tokens hit and missed, expected {step.lookup_tokens}")
+    if told:
+        numbers.add("kvstore_lookup_tokens", label, by=told)
     for tier, tokens in step.hit_tokens.items():
-        if tier not in tiers:
-            raise ProtocolError(f"tier {tier!r}, expected one of {tiers}")
-        numbers.add("kvstore_hit_tokens", tier, by=tokens)
+        numbers.add("kvstore_hit_tokens", label, tier, by=tokens)
+    for reason, tokens in step.missed_tokens.items():
+        numbers.add("kvstore_missed_tokens", label, reason, by=tokens)
     for event, count in step.counts.items():
-        if event not in EVENTS:
-            raise ProtocolError(f"event {event!r}, expected one of {sorted(EVENTS)}")
-        numbers.add("kvstore_engine_events", event, by=count)
+        if event == DEFERRED_STEPS:
+            numbers.add("kvstore_deferred_steps", by=count)
+        else:
+            numbers.add("kvstore_engine_events", event, by=count)
 
 
 def gauges(
     pool: CpuMemory,
     sessions: Iterable[Session],
     namespaces: Mapping[str, Namespace],
-    numbers: Numbers,
 ) -> dict[tuple[str, ...], float]:
-    """Return gauges, and counters kept elsewhere, by metric name and label values."""
+    """Return gauges by metric name and label values, and have namespaces add what they count."""
     found: dict[tuple[str, ...], float] = {}
+    found["kvstore_build_info", __version__, str(VERSION)] = 1
     found["kvstore_capacity_bytes", MEMORY] = pool.capacity_bytes
     found["kvstore_memory_bytes", MEMORY] = pool.used_bytes
     for phase in Phase:
@@ -46,7 +64,9 @@ def gauges(
     for session in sessions:
         found["kvstore_sessions", session.phase.value] += 1
     for digest, namespace in namespaces.items():
-        manager, label = namespace.manager, digest[:12]
+        namespace.count()
+        manager, label = namespace.manager, digest[:LABEL_DIGITS]
+        found["kvstore_namespace_info", label, *_described(namespace.layout)] = 1
         found["kvstore_slots", label, "free"] = len(manager.slots.free)
         found["kvstore_slots", label, "granted"] = len(manager.slots.granted)
         found["kvstore_slots", label, "used"] = manager.slots.used
@@ -54,15 +74,52 @@ def gauges(
         found["kvstore_slots", label, "retiring"] = sum(mapping.held for mapping in leaving)
         found["kvstore_leases", label] = len(manager.leases)
         found["kvstore_jobs_open", label] = namespace.tiering.jobs_open
-    for reason, count in numbers.evicted.items():
-        found["kvstore_evicted_blocks", reason] = count
-    for (tier, what), count in numbers.moved.items():
-        found["kvstore_tier_blocks", tier, what] = count
+        storing, arriving, _ = namespace.tiering.unfinished
+        for cause, count in (
+            ("lease", manager.leases.blocks),
+            ("copy", storing),
+            ("coming", arriving),
+            ("credit", max(0, len(manager.slots.granted) - arriving)),
+        ):
+            found["kvstore_pinned_bytes", label, cause] = count * namespace.layout.slot_bytes
     return found
 
 
-def disk_gauges(disk: NvmeDisk) -> dict[tuple[str, ...], float]:
-    """Return gauges, and counters kept there, of the NVMe tier."""
+def queue_gauges(
+    sessions: Iterable[Session], namespaces: Namespaces, tiers: Iterable[str], now_ns: int
+) -> dict[tuple[str, ...], float]:
+    """Return what waits, for how long the oldest of it, and what is left of write budgets.
+
+    tiers: those that blocks are copied to.
+    """
+    found: dict[tuple[str, ...], float] = {}
+    asked_ns = (ask.asked_ns for session in sessions for ask in session.asks.values())
+    found["kvstore_queue_seconds", "lookups"] = (now_ns - min(asked_ns, default=now_ns)) / 1e9
+    for tier in tiers:
+        found["kvstore_queued_blocks", tier] = found["kvstore_queue_seconds", tier] = 0
+    for namespace in namespaces.values():
+        for tier, count, since_ns in namespace.tiering.unfinished.queues:
+            seconds = "kvstore_queue_seconds", tier
+            found["kvstore_queued_blocks", tier] += count
+            found[seconds] = max(found[seconds], (now_ns - since_ns) / 1e9)
+    for tier, budget in namespaces.budgets.items():
+        if budget.day_bytes is not None:
+            found["kvstore_write_budget_bytes", tier, "day"] = budget.day_bytes
+            found["kvstore_write_budget_bytes", tier, "left"] = budget.left_bytes
+    return found
+
+
+def _described(layout: SlotLayout) -> tuple[str, str, str, str]:
+    """Return model, data type, tokens of a block and its bytes, as an engine has told them."""
+    told = [
+        "".join(c if c.isprintable() else "?" for c in layout.traits.get(name, "")[:TOLD_MAX])
+        for name in ("model", "dtype", "block tokens")
+    ]
+    return told[0], told[1], told[2], str(layout.slot_bytes)
+
+
+def disk_gauges(disk: NvmeDisk, numbers: Numbers) -> dict[tuple[str, ...], float]:
+    """Return the gauges of the NVMe tier, and take over what it has counted."""
     found: dict[tuple[str, ...], float] = {}
     found["kvstore_capacity_bytes", NVME] = disk.capacity_bytes
     found["kvstore_memory_bytes", NVME] = disk.used_bytes
@@ -70,16 +127,16 @@ def disk_gauges(disk: NvmeDisk) -> dict[tuple[str, ...], float]:
         found["kvstore_tiers", NVME, state] = float(disk.state == state)
     for what, seconds in disk.stalled_s.items():
         found["kvstore_tier_stalled_seconds", NVME, what] = seconds
-    counts: Counter[str] = Counter()
     for space in disk.spaces:
-        counts.update(space.counts)
+        told = numbers.label_of(space.digest)
+        for event, count in space.counts.items():
+            numbers.add("kvstore_tier_blocks", told, NVME, event, by=count)
+        space.counts.clear()
         if not space.total:
             continue  # nothing of it is here, and there may have been many
-        label = space.digest[:12]
+        label = space.digest[:LABEL_DIGITS]
         found["kvstore_tier_slots", NVME, label, "free"] = space.free
         found["kvstore_tier_slots", NVME, label, "used"] = space.total - space.free
-    for event, count in counts.items():
-        found["kvstore_tier_blocks", NVME, event] = count
     return found
 
 

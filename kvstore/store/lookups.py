@@ -23,6 +23,7 @@ from kvstore.core.types import BlockKey, Chain, LeaseId, LookupResult, Slot
 from kvstore.handover.direct_fetches import Positions, reaching_on, with_reads
 from kvstore.handover.peers import Peers
 from kvstore.metrics import PEER, Numbers
+from kvstore.store.misses import left_s_ago, missed
 from kvstore.store.namespace import Namespace
 from kvstore.store.session import Ask, Session
 from kvstore.wire import engine as p
@@ -245,14 +246,15 @@ class Lookups:
                 used.append(run._replace(first=first, end=end))
         return _Hit(answer.blocks, answer.pending, used)
 
-    def _fetch(self, ask: Ask, pinned: int, found: _Hit) -> bool:
+    def _fetch(self, ask: Ask, pinned: int, found: _Hit, now_ns: int) -> bool:
         """Start reading what lower tiers have of the answer; False if it could not be leased."""
         namespace, chain, blocks = ask.namespace, ask.chain, found.blocks
         if found.below:
             needs = sum(blocks - chain.first_of(rule, blocks) for rule in namespace.layout.rules)
             if ask.direct is None and self._too_many(namespace, pinned, needs):
                 return False
-            namespace.tiering.promote(chain, blocks, found.below, off_disk=ask.off_disk)
+            promote = namespace.tiering.promote
+            promote(chain, blocks, found.below, now_ns, off_disk=ask.off_disk)
         return True
 
     def _let_go(self, ask: Ask) -> None:
@@ -270,7 +272,7 @@ class Lookups:
     @staticmethod
     def _sources(ask: Ask, lease: Lease) -> dict[str, int]:
         """Say from which tiers the blocks of the first full group are read for this answer."""
-        tiering, group = ask.namespace.tiering, _first_full(ask.namespace)
+        tiering, group = ask.namespace.tiering, ask.namespace.full_first[0]
         if not tiering.coming:
             return {}
         keys = ask.chain.keys_at(group, lease.groups[group].indices)
@@ -300,11 +302,13 @@ class Lookups:
         namespace, chain = ask.namespace, ask.chain
         manager = namespace.manager
         self._owed(ask)  # it may have answered since the last look
+        waited = found is None
         if found is None:
             found = self._look(ask, wait=False)
+        session.answered_ns.append(ask.asked_ns)
         pinned = manager.leases.blocks_of(session.number)
         deadline_ns = now_ns + self._engine.lease_ns
-        lease, capped = None, not self._fetch(ask, pinned, found)
+        lease, capped = None, not self._fetch(ask, pinned, found, now_ns)
         if ask.direct is None:
             self._let_go(ask)
         if not capped:
@@ -320,19 +324,37 @@ class Lookups:
             if reads is not None and self._peers is not None and ask.fetch is not None:
                 if lease is None:
                     lease = manager.leases.empty(session.number, deadline_ns, len(reads))
-                return self._with_reads(self._peers, session, ask, lease, reads, ask.fetch)
+                why = self._why(ask, found, found.blocks, waited=waited)
+                return self._with_reads(self._peers, session, ask, lease, reads, ask.fetch, why)
             self._let_go(ask)
         outcome = "capped" if capped else "miss" if lease is None else "hit"
         self._numbers.add("kvstore_lookups", outcome)
+        if capped:
+            why = ("lease_limit", found.blocks)
+            return p.Granted(ask.ask, 0, self._lease_ms, (), capped=True, missed=why)
+        why = self._why(ask, found, _reach(namespace, lease, found.blocks), waited=waited)
         if lease is None:
-            return p.Granted(ask.ask, 0, self._lease_ms, (), capped=capped)
+            return p.Granted(ask.ask, 0, self._lease_ms, (), missed=why)
         hits = tuple(
             p.Hit(framing.u32(hit.indices), framing.u32(hit.slots), framing.u32(hit.generations))
             for hit in lease.groups
         )
         namespace.tiering.used(chain, lease)
         sources = self._sources(ask, lease)
-        return p.Granted(ask.ask, lease.lease_id, self._lease_ms, hits, sources)
+        return p.Granted(ask.ask, lease.lease_id, self._lease_ms, hits, sources, missed=why)
+
+    def _why(self, ask: Ask, found: _Hit, reach: int, *, waited: bool) -> tuple[str, int]:
+        """Say why an answer of `reach` blocks ends there; waited: its time is over.
+
+        And note how long ago the first block that memory lacks was evicted, if it was.
+        """
+        there = reach if ask.direct is not None else found.blocks
+        why, gap_s = missed(ask, reach, there, waited=waited)
+        if found.below:
+            gap_s = left_s_ago(ask, ask.chain.key(found.below[0].group, found.below[0].first))
+        if gap_s is not None:
+            self._numbers.observe("kvstore_evicted_gap_seconds", gap_s)
+        return why
 
     @staticmethod
     def _reads(ask: Ask, lease: Lease | None, blocks: int) -> list[Positions] | None:
@@ -358,8 +380,12 @@ class Lookups:
         lease: Lease,
         reads: list[Positions],
         fetch: int,
+        why: tuple[str, int],
     ) -> p.Granted:
-        """Answer with what is here, and what workers are to read from a peer."""
+        """Answer with what is here, and what workers are to read from a peer.
+
+        why: of what is missed, as in Granted.
+        """
         namespace = ask.namespace
         namespace.tiering.used(ask.chain, lease)
         session.fetches[lease.lease_id] = fetch
@@ -369,8 +395,9 @@ class Lookups:
         self._numbers.add("kvstore_lookups", "hit")
         hits = tuple(map(partial(with_reads, fetch), lease.groups, reads))
         kept = min(index for group in reads for index in group)
-        sources = self._sources(ask, lease) | {PEER: len(reads[_first_full(namespace)])}
-        return p.Granted(ask.ask, lease.lease_id, self._lease_ms, hits, sources, kept=kept)
+        sources = self._sources(ask, lease) | {PEER: len(reads[namespace.full_first[0]])}
+        lease_id = lease.lease_id
+        return p.Granted(ask.ask, lease_id, self._lease_ms, hits, sources, kept=kept, missed=why)
 
     def end(self, session: Session) -> None:
         """A session asks nothing more: its peers are not kept waiting."""
@@ -421,6 +448,11 @@ class Lookups:
             self._peers.inlet(namespace).end(fetch)
 
 
-def _first_full(namespace: Namespace) -> int:
-    rules = namespace.layout.rules
-    return next((g for g, rule in enumerate(rules) if rule.trailing is None), 0)
+def _reach(namespace: Namespace, lease: Lease | None, found: int) -> int:
+    """Count the blocks of a hit of `found` blocks that a lease has."""
+    group = namespace.full_first[0]
+    if lease is None:
+        return 0
+    if namespace.layout.rules[group].trailing is not None:
+        return found
+    return min(found, len(lease.groups[group].indices))

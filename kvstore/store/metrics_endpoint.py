@@ -20,7 +20,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 import msgspec
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 
 from kvstore.config import Address
 from kvstore.core.errors import ConfigError
-from kvstore.metrics import BUCKETS, SUM, TABLE, Numbers
+from kvstore.metrics import TABLE, Numbers
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +53,10 @@ class StoreCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric of the table, present or not."""
         self._refresh()
-        values = {**dict(self._numbers.counts), **dict(self._numbers.gauges)}
+        values, histograms = self._numbers.values(), self._numbers.histograms
         for spec in TABLE:
             if spec.kind == "histogram":
-                counts = [(most, values.get((spec.name, most), 0)) for most in BUCKETS]
-                total = values.get((spec.name, SUM), 0)
+                *counts, (_, total) = histograms[spec.name].rows()
                 yield HistogramMetricFamily(spec.name, spec.help, counts, total)
                 continue
             kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
@@ -180,6 +179,7 @@ def start(
     """Serve metrics and probes, by path, on a thread; return what ends that. Raises ConfigError."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
+    ProcessCollector(registry=registry)
     server = listen(address)
     server.set_app(_pages(registry, probes))
     thread = threading.Thread(target=server.serve_forever, name="kvstore-metrics", daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -10,17 +11,28 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvstore.barrier import Ended
+from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
 from kvstore.core.layout import SlotLayout
 from kvstore.core.leases import Generations
 from kvstore.core.manager import Manager
 from kvstore.core.tiering import Tiering
 from kvstore.core.types import Slot
 from kvstore.handover.engine_blocks import Engines
-from kvstore.metrics import Numbers
+from kvstore.metrics import WAYS, Numbers
 from tiers.cpu import CpuExtent
 
 if TYPE_CHECKING:
     from kvstore.store.session import Session
+
+GHOSTS_MIN, GHOSTS_MAX = 1 << 12, 1 << 21  # entries: 32 KiB to 16 MiB, taken as they are written
+
+
+def _ghosts(entries: int) -> Ghosts:
+    """Make a table of so many entries, within limits; its pages come one by one."""
+    most = 1 << max(GHOSTS_MIN, min(GHOSTS_MAX, entries)).bit_length() - 1
+    memory = mmap.mmap(-1, most * ENTRY_BYTES)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # to clear a huge one takes longer than a turn
+    return Ghosts(memoryview(memory))
 
 
 class Mapping(msgspec.Struct, eq=False):
@@ -44,12 +56,23 @@ class Namespace:
     """Everything that shares one layout digest."""
 
     def __init__(
-        self, layout: SlotLayout, numbers: Numbers, make_tiering: Callable[[Namespace], Tiering]
+        self,
+        layout: SlotLayout,
+        numbers: Numbers,
+        make_tiering: Callable[[Namespace], Tiering],
+        capacity_bytes: int = 0,
     ) -> None:
-        """numbers: counts for all namespaces: nothing is lost with one that is forgotten."""
+        """numbers: of the store, which go on when this one is forgotten.
+
+        capacity_bytes: of memory and disk; twice as many evicted blocks as fit in are remembered.
+        """
         self.layout = layout
+        self._numbers = numbers
+        self.label = numbers.open_namespace(layout.digest)
         self.generations = Generations()
-        self.manager = Manager(layout.rules, self.generations, evictions=numbers.evicted)
+        evicted = _ghosts(2 * capacity_bytes // layout.slot_bytes)
+        self.manager = Manager(layout.rules, self.generations, evicted, self._aged)
+        self.unstored = _ghosts(0)  # blocks that were offered, and not stored
         self.tiering = make_tiering(self)
         self.around_tiers = Ended(lambda _: False)  # ends what they raise, in a store
         self.engines = Engines()
@@ -60,6 +83,8 @@ class Namespace:
         self.retry_ns = 0  # no extent could be made: ask for none before
         self.look_ns = 0  # look for an extent of another namespace, not before
         self.used_ns = 0
+        rules = layout.rules  # groups, those first that need all leading blocks
+        self.full_first = sorted(range(len(rules)), key=lambda g: rules[g].trailing is not None)
         self._places: list[int] = []  # slot // slots per extent -> extent id
         self._per_extent = 0
 
@@ -127,6 +152,29 @@ class Namespace:
         per = max(1, self._per_extent)
         on_credit = Counter(slot // per * per for slot in self.manager.slots.granted)
         return min(reversed(live), key=lambda mapping: on_credit[mapping.first], default=None)
+
+    def _aged(self, idle_s: int, age_s: int, count: int) -> None:
+        self._numbers.observe("kvstore_evicted_idle_seconds", idle_s, count)
+        self._numbers.observe("kvstore_evicted_age_seconds", age_s, count)
+
+    def count(self) -> None:
+        """Add what its manager and its tiers have counted since the last call."""
+        numbers, label = self._numbers, self.label
+        evictions, moved = self.manager.evictions, self.tiering.counts
+        for reason, count in evictions.items():
+            numbers.add("kvstore_evicted_blocks", label, reason, by=count)
+        for (tier, event), count in moved.items():
+            numbers.add("kvstore_tier_blocks", label, tier, event, by=count)
+            if event in ("stored", "loaded"):
+                way, size = WAYS[event == "loaded"], count * self.layout.slot_bytes
+                numbers.add("kvstore_tier_bytes", label, tier, way, by=size)
+        evictions.clear()
+        moved.clear()
+
+    def end_count(self) -> None:
+        """Count for the last time: it is forgotten, or given up."""
+        self.count()
+        self._numbers.close_namespace(self.label)
 
     @property
     def at_rest(self) -> bool:

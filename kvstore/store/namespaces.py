@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvstore.barrier import Barrier, Ended
@@ -53,9 +54,9 @@ class Namespaces(dict[str, Namespace]):
         self._visits = Visits()
         self._broken: set[str] = set()  # that have met a bug
         self._backlog_ns = _backlogs_of(config)
-        self._budgets: dict[str, WriteBudget] = {}
+        self.budgets: dict[str, WriteBudget] = {}
         if config.nvme is not None:
-            self._budgets[NVME] = WriteBudget(config.nvme.write_budget_bytes)
+            self.budgets[NVME] = WriteBudget(config.nvme.write_budget_bytes)
 
     def use(self, config: Config) -> None:
         """Run with other settings: what waits for lower tiers, and is written to them."""
@@ -63,7 +64,7 @@ class Namespaces(dict[str, Namespace]):
         self._config, self._backlog_ns = config, _backlogs_of(config)
         budgets = [nvme.write_budget_bytes for nvme in (before, now) if nvme is not None]
         if len(set(budgets)) > 1:
-            self._budgets[NVME].change(budgets[1])
+            self.budgets[NVME].change(budgets[1])
         for namespace in self.values():
             for name, backlog in namespace.tiering.backlogs.items():
                 backlog.limit_ns = self._backlog_ns.get(name, backlog.limit_ns)
@@ -87,7 +88,9 @@ class Namespaces(dict[str, Namespace]):
         if layout.digest in self._broken:
             raise ConfigError("a bug of the store: restart it to have this model served again")
         if layout.digest not in self:
-            made = self[layout.digest] = Namespace(layout, self._numbers, self._tiering)
+            space = self._config.cpu.capacity_bytes + (0 if disk is None else disk.capacity_bytes)
+            made = Namespace(layout, self._numbers, self._tiering, space)
+            self[layout.digest] = made
             made.around_tiers = self._around_tiers(made)
         return self[layout.digest]
 
@@ -102,9 +105,9 @@ class Namespaces(dict[str, Namespace]):
             tiers,
             layout.slot_bytes,
             backlog_ns=self._backlog_ns,
-            budgets=self._budgets,
+            budgets=self.budgets,
             remote=remote,
-            counts=self._numbers.moved,
+            promoted=partial(self._numbers.observe, "kvstore_promotion_seconds"),
         )
 
     # Turns
@@ -156,7 +159,8 @@ class Namespaces(dict[str, Namespace]):
         digest = namespace.layout.digest
         log.error("namespace %s is off until the store is started again", digest[:12])
         self._broken.add(digest)
-        self.pop(digest, None)
+        if self.pop(digest, None) is not None:
+            namespace.end_count()
 
     def forget(self, namespace: Namespace) -> None:
         """Forget a namespace that has given its memory back, unless a peer may ask for its blocks.
@@ -165,6 +169,7 @@ class Namespaces(dict[str, Namespace]):
         """
         if self._peers is None or self._peers.forget(namespace):
             namespace.tiering.close()
+            namespace.end_count()
             del self[namespace.layout.digest]
             log.debug("namespace %s is forgotten", namespace.layout.digest[:12])
 

@@ -280,7 +280,9 @@ class Server:
         timeout = _BUSY_TICK_S if self.store.busy else _TICK_S
         disk_s = _TICK_S if disk is None else disk.next_s
         peers_s = _TICK_S if peers is None else peers.wait_s(time.monotonic_ns())
-        for key, events in self._selector.select(min(timeout, disk_s, peers_s)):
+        ready = self._selector.select(min(timeout, disk_s, peers_s))
+        began_ns = time.monotonic_ns()
+        for key, events in ready:
             if peers is not None and key.data is peers:
                 self._peers_ns = 0
                 continue
@@ -313,6 +315,8 @@ class Server:
             self._gauges_wanted.clear()
             self.store.refresh_gauges()
             self._gauges_fresh.set()
+        took_s = (time.monotonic_ns() - began_ns) / 1e9
+        self.store.numbers.observe("kvstore_turn_seconds", took_s)
 
     def _accept_again(self, now_ns: int) -> None:
         """Listen again, some time after a connection could not be taken."""

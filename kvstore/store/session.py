@@ -109,6 +109,7 @@ class Session(msgspec.Struct, eq=False):
     readers: set[int] = set()  # ranks that can
     asks: dict[int, Ask] = {}
     asked_bytes: int = 0  # of the hashes of asks
+    answered_ns: list[int] = []  # when what is answered with the next message was asked
     news: News = msgspec.field(default_factory=News)
 
     @property

@@ -7,6 +7,7 @@ does the same with connections of its own.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -21,7 +22,7 @@ from kvstore.logs import RateLog, set_level
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
 from kvstore.store.drain import DRAIN_CANCEL, DRAIN_NOW, DRAINS, REFUSAL, Drain
 from kvstore.store.extents import Memory
-from kvstore.store.gauges import count_step, disk_gauges, gauges, plugin_gauges
+from kvstore.store.gauges import count_step, disk_gauges, gauges, plugin_gauges, queue_gauges
 from kvstore.store.live_settings import LiveSettings
 from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
@@ -85,7 +86,7 @@ class Store:
         self.sessions = Sessions(
             context, first_session, self.namespaces, self._memory, self._lookups
         )
-        self.drain = Drain(self.namespaces, self.sessions, self.numbers.moved)
+        self.drain = Drain(self.namespaces, self.sessions, self.numbers)
         self._around_drain = self._barrier.around("a drain", lambda: self._drain(DRAIN_CANCEL))
         self._peers = peers
         if peers is not None:
@@ -225,6 +226,9 @@ class Store:
                 session.news.granted += self._lookups.retry(session, self._now_ns)
             if session.namespace is not None:
                 self._grant_credits(session, session.namespace)
+        for asked_ns in session.answered_ns:
+            self.numbers.observe("kvstore_lookup_seconds", (self._now_ns - asked_ns) / 1e9)
+        session.answered_ns.clear()
         answers = session.take_news()
         if answers is not None and session.scheduler is not None:
             self._send(session.scheduler, answers, None)
@@ -244,6 +248,7 @@ class Store:
 
     def _tick_namespace(self, namespace: Namespace) -> None:
         manager = namespace.manager
+        manager.now_s = self._now_ns // 1_000_000_000
         for lease_id in manager.expire(self._now_ns):
             self.numbers.add("kvstore_lookups", "expired")
             for session in namespace.sessions.values():
@@ -298,11 +303,14 @@ class Store:
             raise ProtocolError("Step before Welcome")
         for lease_id in step.release:
             self._lookups.end_lease(session, namespace, LeaseId(lease_id))
-        count_step(self.numbers, step, self._tier_names)
+        if step.lookup_tokens or step.hit_tokens or step.missed_tokens or step.counts:
+            count_step(self.numbers, namespace.label, step, self._tier_names)
         for shown in step.engine_blocks:
             namespace.engines.announce(session.number, shown, session.granted)
         if self._peers is not None and not namespace.layout.unnamed:
             self._peers.on_step(namespace, session.number, step, self._now_ns)
+        if step.unstored:
+            namespace.unstored.add(map(BlockKey, step.unstored), namespace.manager.now_s)
         for lookup in step.lookups:
             answer = self._lookups.ask(session, namespace, lookup, self._now_ns)
             if answer is not None:
@@ -316,8 +324,9 @@ class Store:
             raise ProtocolError(f"{len(message.keys)} keys for {len(slots)} slots")
         manager = namespace.manager
         size = namespace.layout.slot_bytes // session.world
-        self.numbers.add("kvstore_copied_bytes", "store", by=len(slots) * size)
-        self.numbers.add("kvstore_copy_seconds", "store", by=message.seconds)
+        numbers, label, outcomes = self.numbers, namespace.label, Counter[str]()
+        numbers.add("kvstore_copied_bytes", label, "store", by=len(slots) * size)
+        numbers.add("kvstore_copy_seconds", label, "store", by=message.seconds)
         for number, key, parent in zip(slots, message.keys, message.parents, strict=True):
             slot = Slot(number)
             if slot not in session.granted:
@@ -335,13 +344,19 @@ class Store:
                 session.granted.discard(slot)
                 outcome = manager.complete_store(slot, ok=writing.ok)
                 namespace.engines.stored(session.number, slot, BlockKey(key), ok=writing.ok)
-                self.numbers.add("kvstore_stored_blocks", outcome.value)
+                outcomes[outcome.value] += 1
+                if outcome is StoreOutcome.FAILED or outcome is StoreOutcome.ORPHAN:
+                    namespace.unstored.add((BlockKey(key),), manager.now_s)
                 if message.off_disk and outcome is StoreOutcome.STORED:
                     namespace.tiering.off_disk.add(BlockKey(key))
+        for name, count in outcomes.items():
+            numbers.add("kvstore_stored_blocks", label, name, by=count)
 
     def _loaded(self, session: Session, namespace: Namespace, rank: int, message: p.Loaded) -> None:
-        self.numbers.add("kvstore_copied_bytes", "load", by=message.copied_bytes)
-        self.numbers.add("kvstore_copy_seconds", "load", by=message.seconds)
+        self.numbers.add("kvstore_copied_bytes", namespace.label, "load", by=message.copied_bytes)
+        self.numbers.add("kvstore_copy_seconds", namespace.label, "load", by=message.seconds)
+        if message.copied_bytes:
+            self.numbers.observe("kvstore_load_seconds", message.seconds)
         lease_id = LeaseId(message.lease)
         damaged = framing.from_u32(message.damaged)
         found = session.loaded(lease_id, rank, damaged, late=message.late > 0)
@@ -416,16 +431,17 @@ class Store:
             answer = self.source
         else:
             self.refresh_gauges()
-            values = {**self.numbers.counts, **self.numbers.gauges}
-            answer = [[*key, value] for key, value in sorted(values.items())]
+            answer = [[*key, value] for key, value in sorted(self.numbers.values().items())]
         self._send(connection, p.Report(msgspec.json.encode(answer)), None)
 
     def refresh_gauges(self) -> None:
         """Bring the gauges, and counters kept elsewhere, up to date."""
         with self._barrier.around("gauges"):
-            found = gauges(self._pool, self.sessions.values(), self.namespaces, self.numbers)
+            found = gauges(self._pool, self.sessions.values(), self.namespaces)
+            lower = [name for name in self._tier_names if name not in (MEMORY, PEER)]
+            found |= queue_gauges(self.sessions.values(), self.namespaces, lower, self._now_ns)
             if self._disk is not None:
-                found |= disk_gauges(self._disk)
+                found |= disk_gauges(self._disk, self.numbers)
             found |= plugin_gauges(self.plugins)
             if self._peers is not None:
                 found |= self._peers.gauges()

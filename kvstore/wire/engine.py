@@ -118,9 +118,10 @@ class EngineBlocks(msgspec.Struct, frozen=True, array_like=True):
 class Step(Message, frozen=True):
     """One batch per engine step from the scheduler half.
 
-    release: leases that were not used. lookup_tokens, hit_tokens: of requests admitted since the
-    last step, asked for, and served, by tier. counts: events since then, by name (EVENTS). tenants:
-    whose blocks are asked for or stored from now on, each named once.
+    release: leases that were not used. lookup_tokens, hit_tokens, missed_tokens: of requests
+    admitted since the last step, asked for; of these served, by tier, and not, by reason (MISSES).
+    counts: events since then, by name (EVENTS). unstored: keys of blocks that found no slot.
+    tenants: whose blocks are asked for or stored from now on, each named once.
     """
 
     lookups: Annotated[tuple[Lookup, ...], Requests] = ()
@@ -131,6 +132,8 @@ class Step(Message, frozen=True):
     handed_over: Annotated[tuple[HandedOver, ...], Requests] = ()
     unwanted: Annotated[tuple[Unwanted, ...], Requests] = ()
     engine_blocks: Annotated[tuple[EngineBlocks, ...], Requests] = ()
+    missed_tokens: Counts = msgspec.field(default_factory=dict)
+    unstored: Keys = ()
     tenants: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.TENANTS_MAX)] = ()
 
 
@@ -300,6 +303,7 @@ class Granted(msgspec.Struct, frozen=True, array_like=True):
     sources: tiers by name -> how many of the blocks are being read from there.
     capped: the engine's leases are at their limit; ask again when some have ended.
     kept: how many leading blocks the store has itself by then; None: all of them.
+    missed: why the hit ends where it does (MISSES), "" for at the end, and up to which block.
     """
 
     ask: int
@@ -309,6 +313,7 @@ class Granted(msgspec.Struct, frozen=True, array_like=True):
     sources: dict[str, int] = msgspec.field(default_factory=dict)
     capped: bool = False
     kept: Count | None = None
+    missed: tuple[str, int] = ("", 0)
 
 
 class Answers(Message, frozen=True):
@@ -412,6 +417,10 @@ ToStore = (Hello | Step | Mapped | Stored | Loading | Loaded) | (
 ToWorker = Extent | Coming | Places | Passed | WriteBlocks
 ToEngine = ToWorker | Welcome | Refused | Answers | BlockVersions | Detach | Report
 
+MISSES = (
+    *("never_seen", "evicted", "not_stored", "pending", "too_late"),
+    *("no_slot", "lease_limit", "load_failed", "no_store", "tail"),
+)
 EVENTS = frozenset(
     {
         *("deferred", "deferred_steps", "timed_out", "load_failed", "detached", "store_declined"),

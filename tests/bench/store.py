@@ -120,11 +120,13 @@ class StoreProcess:
             child.wait()
 
     def metrics(self) -> dict[str, float]:
-        """Scrape the endpoint: values by name{label="value"}, as Prometheus shows them."""
-        found = {}
+        """Scrape the endpoint: values by name{label="value"}; namespaces are added up."""
+        found: dict[str, float] = {}
         for name, by_label, value in scraped(self.metrics_port):
-            labels = ",".join(f'{k}="{v}"' for k, v in sorted(by_label.items()))
-            found[f"{name}{{{labels}}}" if labels else name] = value
+            told = sorted((k, v) for k, v in by_label.items() if k != "namespace")
+            labels = ",".join(f'{k}="{v}"' for k, v in told)
+            shown = f"{name}{{{labels}}}" if labels else name
+            found[shown] = found.get(shown, 0) + value
         return found
 
     def _wait_ready(self) -> None:

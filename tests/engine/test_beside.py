@@ -137,7 +137,7 @@ def test_M1_what_is_counted_beside_another_connector_reaches_vllms_endpoint(
             engine.run(requests, max_tokens=2)
             found = engine.metrics()
     whole = 2 * (300 // ENGINE_BLOCK)  # once more if the store was slow to say that it has them
-    assert whole <= found["kvstore_events{event=store_blocks}"] <= 2 * whole
+    assert whole <= found["kvstore_planned_blocks{direction=store}"] <= 2 * whole
     assert {"kvstore_events{event=transfer_refused}"} <= named
 
 

@@ -317,7 +317,7 @@ def test_B15_direct_a_prefill_engine_that_is_killed_or_freezes_while_it_writes(
         assert_same(expected, got)
         assert waits or how is signal.SIGKILL, "what is frozen has said nothing"
         prefill.nothing_held()
-        lost = since(prefill.address, before).get("kvstore_hand_over_events{failed}", 0)
+        lost = since(prefill.address, before).get("kvstore_hand_over_blocks{failed}", 0)
         assert how is signal.SIGSTOP or lost, "it was told to write"
     forget(decode.engine)
     goes_on(both, reference, 79 if how is signal.SIGKILL else 99)

@@ -63,7 +63,7 @@ def test_B9_an_abort_before_it_was_scheduled_frees_the_prefill_node_within_a_sec
     assert all(result.aborted and not result.tokens for result in results)
     eventually(lambda: HELD not in numbers(prefill.address))
     assert watch.own_s() < 1
-    assert "kvstore_hand_over_events{fetched}" not in since(decode.address, before)
+    assert "kvstore_hand_over_blocks{fetched}" not in since(decode.address, before)
 
 
 def test_L2_L4_a_next_turn_is_pulled_from_the_decode_node(

@@ -293,33 +293,46 @@ def counted() -> set[str]:
 
 
 def test_M1_every_event_that_is_counted_reaches_vllms_endpoint() -> None:
-    from connectors.vllm_stats import EVENTS
+    from connectors.vllm_stats import COUNTERS
 
-    assert counted() == EVENTS
-    assert {"hand_over_unstored", "transfer_refused", "load_bytes"} <= EVENTS
+    there = [name for _, values in COUNTERS.values() for name in values]
+    assert counted() == set(there)
+    assert len(there) == len(set(there))
+    assert {"hand_over_unstored", "transfer_refused", "load_bytes"} <= set(there)
 
 
 def test_M1_every_event_on_vllms_endpoint_is_documented() -> None:
+    from connectors.vllm_stats import COUNTERS
+
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
-    (row,) = [line for line in page.splitlines() if "`vllm:kvstore_events_total`" in line]
-    assert {name for name in counted() if f"`{name}`" not in row} == set()
+    for metric, (label, values) in COUNTERS.items():
+        (row,) = [line for line in page.splitlines() if f"| `{metric}_total` | {label} |" in line]
+        assert {name for name in values.values() if f"`{name}`" not in row} == set()
 
 
 def test_M1_every_event_is_there_at_0_for_every_engine() -> None:
     from prometheus_client import Counter, Gauge, Histogram
 
-    from connectors.vllm_stats import EVENTS, TieredPromMetrics
+    from connectors.vllm_stats import COUNTERS, TieredPromMetrics
 
     types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     config = SimpleNamespace(kv_transfer_config=None)
     engines: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
     metrics = TieredPromMetrics(config, types, ["model_name", "engine"], engines)
-    metrics.observe({"load_bytes": 7, "foreign": 1}, 1)
-    (family,) = metrics._events.collect()
+    metrics.observe({"load_bytes": 7, "deferred": 2, "foreign": 1}, 1)
     found = {
-        (sample.labels["engine"], sample.labels["event"]): sample.value
+        (
+            family.name,
+            sample.labels["engine"],
+            sample.labels[COUNTERS[family.name][0]],
+        ): sample.value
+        for counter in {counter for counter, _ in metrics._counters.values()}
+        for family in counter.collect()
         for sample in family.samples
         if sample.name.endswith("_total")
     }
-    expected = dict.fromkeys(((engine, event) for engine in "01" for event in EVENTS), 0.0)
-    assert found == expected | {("1", "load_bytes"): 7.0}
+    every = [(name, value) for name, (_, values) in COUNTERS.items() for value in values.values()]
+    expected = {(name, engine, value): 0.0 for engine in "01" for name, value in every}
+    expected["vllm:kvstore_copied_bytes", "1", "load"] = 7.0
+    expected["vllm:kvstore_events", "1", "deferred"] = 2.0
+    assert found == expected

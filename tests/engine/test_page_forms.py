@@ -252,8 +252,8 @@ def test_B3_a_hand_over_to_another_layout_is_refused_with_both_values(
 def _refused(prefill: LiveStore, taker: LiveEngine, chain: list[bytes]) -> float:
     assert not taker.ask(chain, peer=address(prefill), request="r").sources
     stats = admin.stats(f"unix://{prefill.path}", WAIT_S)
-    events = [s for s in stats if s.name == "kvstore_hand_over_events"]
-    return sum(s.value for s in events if s.labels == {"event": "refused"})
+    events = [s for s in stats if s.name == "kvstore_side_channel_refused"]
+    return sum(s.value for s in events if s.labels == {"reason": "refused"})
 
 
 def test_B3_ranks_that_disagree_about_a_page_are_refused(folder: Path) -> None:

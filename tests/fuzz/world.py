@@ -375,14 +375,18 @@ class World:
             32,
             lease_ms=self.rng.choice((1, 1000, 30_000)),
         )
+        hits = {"cpu": 1} if self.rng.random() < 0.3 else {}
+        missed = {"tail": self.rng.randint(0, 3)}
         return p.Step(
             (lookup,) * self.rng.randint(0, 2),
             (self._number(), self.rng.randint(1, 40)),
-            self.rng.randint(0, 3),
-            {"cpu": 1} if self.rng.random() < 0.3 else {},
+            sum(hits.values()) + missed["tail"] + (self.rng.random() < 0.1),
+            hits,
             {"deferred": 1},
             (handing,) * self.rng.randint(0, 1),
             engine_blocks=self._shown(chain),
+            missed_tokens=missed,
+            unstored=tuple(make_key(block, 0) for block in chain),
         )
 
     def _shown(self, chain: Sequence[bytes]) -> tuple[p.EngineBlocks, ...]:

@@ -213,7 +213,9 @@ class Engine:
         rules: Sequence[GroupRule] = (),
         maps: bool = True,
         direct: bool = False,
+        **told: str,
     ) -> None:
+        """told: what it says of its model."""
         self.town, self.name, self.world, self.maps = town, name, world, maps
         self.direct = direct
         self.places: list[p.Places] = []
@@ -223,6 +225,9 @@ class Engine:
         self.passed: dict[tuple[int, int], bool] = {}  # fetch, position -> whether it is good
         self.credit_slots = credit_slots
         self.geometries = [geometry(identity, rank, world, rules) for rank in range(world)]
+        self.geometries = [
+            msgspec.structs.replace(each, traits=each.traits | told) for each in self.geometries
+        ]
         self.scheduler = town.connect()
         self.workers = [town.connect() for _ in range(world)]
         self.active: p.Welcome | None = None  # as its scheduler half was told

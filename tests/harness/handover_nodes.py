@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from kvstore.metrics import HAND_OVERS
 from kvstore.wire import engine as p
 from tests.bench.steal import Watch
 from tests.bench.store import StoreProcess, free_port, numbers
@@ -120,7 +121,8 @@ class Node:
         return self.numbers().get(f"hand_over_{name}")
 
     def event(self, name: str) -> float:
-        return self.gauge(f"events{{{name}}}") or 0
+        metric = next(metric for metric, events in HAND_OVERS.items() if name in events)
+        return self.numbers().get(f"{metric.removeprefix('kvstore_')}{{{name}}}") or 0
 
     def held(self) -> dict[str, float]:
         """All that is held for hand-overs, or that an engine's answers pin."""

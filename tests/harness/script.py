@@ -59,6 +59,9 @@ class Wire:
         self.flush()
         if isinstance(message, p.Step):
             assert message.counts.keys() <= p.EVENTS, "the store ends a session for others"
+            assert message.missed_tokens.keys() <= set(p.MISSES)
+            told = [*message.hit_tokens.values(), *message.missed_tokens.values()]
+            assert sum(told) == message.lookup_tokens, "or if these are not all"
         taken = list(self._decoder.feed(framing.encode(message)))
         assert taken == [message], "a store takes it: else it ends the session"
         self._lookups.sent.append(message)
@@ -178,6 +181,7 @@ class Script:
         lease_ms: int = 30_000,
         sources: Mapping[str, int] | None = None,
         capped: bool = False,
+        missed: tuple[str, int] = ("", 0),
     ) -> None:
         """Answer a lookup: per group, what is present; block i is in slot 1000 * group + i."""
         hits = tuple(
@@ -185,7 +189,7 @@ class Script:
             for g, found in enumerate(present)
         )
         number = (ask if hits else 0) if lease is None else lease
-        granted = p.Granted(ask, number, lease_ms, hits, dict(sources or {}), capped)
+        granted = p.Granted(ask, number, lease_ms, hits, dict(sources or {}), capped, missed=missed)
         self.inbox.append(p.Answers(granted=(granted,)))
 
     def changed(self, added: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:

@@ -151,7 +151,7 @@ class Checks:
         for session in self._store.sessions.values():
             if session.namespace is namespace:
                 granted.extend(session.granted)
-        works = {id(work): work for work in namespace.tiering._coming.values()}.values()
+        works = {id(work): work for work in namespace.tiering.coming.values()}.values()
         granted += [slot for work in works for slot in work.job.slots]
         assert len(granted) == len(manager.slots.granted), "grants do not add up"
         assert set(granted) == manager.slots.granted.keys(), "grants do not add up"

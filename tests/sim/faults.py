@@ -40,7 +40,7 @@ STATES: dict[str, Callable[[World], bool]] = {
     "lookup waits": lambda w: any(s.asks for s in w.sessions()),
     "block half written": lambda w: any(s.writing for s in w.sessions()),
     "lease held": lambda w: any(len(n.manager.leases) for n in w.namespaces()),
-    PROMOTION: lambda w: any(n.tiering._coming for n in w.namespaces()),
+    PROMOTION: lambda w: any(n.tiering.coming for n in w.namespaces()),
     "copy to disk under way": lambda w: any(
         sum(n.tiering._storing.values()) for n in w.namespaces()
     ),

@@ -411,7 +411,7 @@ class World:
             assert set(client.credits) == session.granted, "granted slots beyond the stock"
         for namespace in self.namespaces():
             assert not namespace.tiering.jobs_open
-            assert not namespace.tiering._coming
+            assert not namespace.tiering.coming
             assert not any(namespace.manager.slots.granted.values())
             assert not len(namespace.manager.leases), "a lease is left"
             ready = [e for e in namespace.manager.index if e.state is State.READY]

@@ -1,0 +1,52 @@
+"""The table of blocks that have left."""
+
+from __future__ import annotations
+
+import time
+
+from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
+from kvstore.core.types import BlockKey, make_key
+from kvstore.store.namespace import GHOSTS_MAX, _ghosts
+from tests.harness.fakes import hashes
+
+
+def keys(count: int, name: str = "request") -> list[BlockKey]:
+    return [make_key(block, 0) for block in hashes(count, name)]
+
+
+def test_Q3_a_key_that_left_is_found_with_the_last_time() -> None:
+    ghosts = Ghosts(memoryview(bytearray(1024)))
+    first, second, never = keys(3)
+    ghosts.add([first, second], 0)
+    ghosts.add([first], 70)
+    assert (ghosts.left_s(first), ghosts.left_s(second), ghosts.left_s(never)) == (70, 0, None)
+
+
+def test_Q3_of_the_last_keys_nine_in_ten_are_found_and_no_others() -> None:
+    ghosts = _ghosts(5000)
+    assert ghosts.entries == 4096
+    gone = keys(40_000)
+    for number, key in enumerate(gone):
+        ghosts.add([key], number)
+    recent = gone[-ghosts.entries // 2 :]
+    found = [ghosts.left_s(key) for key in recent]
+    assert sum(at is not None for at in found) > 0.88 * len(recent)
+    for number, at in enumerate(found):
+        assert at in (None, len(gone) - len(recent) + number)
+    assert sum(ghosts.left_s(key) is not None for key in gone[:-32_768]) < 40, "it is bounded"
+    assert not [key for key in keys(10_000, "other") if ghosts.left_s(key) is not None]
+    assert ghosts._table.nbytes == ghosts.entries * ENTRY_BYTES
+
+
+def test_Q3_a_large_table_stops_nothing_when_it_is_made_or_as_it_fills() -> None:
+    """A dict of as many keys stops everything for 100 ms when it grows."""
+    began = time.thread_time()
+    ghosts = _ghosts(1 << 40)
+    slowest = time.thread_time() - began
+    assert ghosts.entries == GHOSTS_MAX
+    added = [BlockKey(number.to_bytes(8, "big")) for number in range(1 << 16)]
+    for first in range(0, len(added), 64):  # each into a page that was never written
+        began = time.thread_time()
+        ghosts.add(added[first : first + 64], first)
+        slowest = max(slowest, time.thread_time() - began)
+    assert slowest < 0.005
