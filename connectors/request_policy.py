@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.types import tag_of
-from kvstore.settings import Reader, flag, matching, whole_number
+from kvstore.settings import Reader, flag, read_tenant, whole_number
 from kvstore.units import shown, wrong
 
 TOKENS_MAX = 10**9  # more than a request can have
@@ -59,9 +59,7 @@ READERS: dict[str, Reader] = {
     "kv_load_tiers": read_tiers,
     "kv_store_tiers": read_tiers,
     "offload_prompt_only": flag,
-    "tenant": matching(
-        "[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "up to 63 letters, digits, dots, hyphens and underscores"
-    ),
+    "tenant": read_tenant,
 }
 
 

@@ -212,7 +212,15 @@ def _life_cycle(
     example = f"kvstore log-level debug --store {_SOCKET}"
     level = add("log-level", "change the log level of a running store", example)
     level.add_argument("level", choices=LEVELS, help="log this level and what is above")
-    return resize, drain, reload, level
+    example = f"kvstore quota --store {_SOCKET}"
+    text = "show what tenants have and may have, or change it"
+    quota = add("quota", text, example, f"kvstore quota team-a cpu 8GiB --store {_SOCKET}")
+    quota.add_argument("tenant", nargs="?", help="change the limits of this tenant")
+    quota.add_argument("tier", nargs="?", choices=["cpu", "nvme"], help="in this tier")
+    quota.add_argument("bytes", nargs="?", help='to this quota, such as "8GiB", or "none"')
+    quota.add_argument("--floor", default="0B", help="what the tenant keeps (default: 0B)")
+    quota.add_argument("--json", action="store_true", help="print a JSON list instead")
+    return resize, drain, reload, level, quota
 
 
 def _user(text: str) -> int:
@@ -493,6 +501,34 @@ def _reload(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _quota(chosen: argparse.Namespace) -> int:
+    from kvstore.printing import output, table
+    from kvstore.settings import read_tenant
+    from kvstore.store import admin
+    from kvstore.units import parse_bytes, sized
+
+    if chosen.tenant is None:
+        found = admin.quotas(chosen.store, chosen.user)
+    elif chosen.bytes is None:
+        raise ConfigError("quota: expected a tenant, a tier and a quota, or none of them")
+    else:
+        read_tenant(chosen.tenant, {})
+        limit = None if chosen.bytes == "none" else parse_bytes(chosen.bytes)
+        keeps = parse_bytes(chosen.floor)
+        found = admin.set_quota(chosen.store, chosen.tenant, chosen.tier, limit, keeps, chosen.user)
+        print("after a restart the limits of the configuration file hold again", file=sys.stderr)
+    if chosen.json:
+        _print_json([each._asdict() for each in found])
+        return 0
+    shown = table("tenant", "tier", "used>", "quota>", "floor>")
+    for each in found:
+        quota = "none" if each.quota_bytes is None else sized(each.quota_bytes)
+        used, floor = sized(each.used_bytes), sized(each.floor_bytes)
+        shown.add_row(each.tenant, each.tier, used, quota, floor)
+    output().print(shown)
+    return 0
+
+
 def _log_level(chosen: argparse.Namespace) -> int:
     from kvstore.store import admin
 
@@ -538,7 +574,7 @@ def _keygen(chosen: argparse.Namespace) -> int:
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve, "check": _check, "size": _size, "stats": _stats, "clear": _clear,
     "resize": _resize, "reload": _reload, "drain": _drain, "fsck": _fsck, "keygen": _keygen,
-    "log-level": _log_level,
+    "log-level": _log_level, "quota": _quota,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ import tomllib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from kvstore.core.errors import ConfigError
-from kvstore.core.limits import PORT_MAX
+from kvstore.core.limits import PORT_MAX, TENANTS_MAX
 from kvstore.numa import NODE_MAX
 from kvstore.settings import (
     Reader,
@@ -36,12 +36,13 @@ from kvstore.settings import (
     matching,
     read_section,
     read_socket,
+    read_tenant,
     refuse_unknown,
     size,
     table_of_any,
     whole_number,
 )
-from kvstore.units import GIB, MIB, TIB, parse_bytes, wrong
+from kvstore.units import GIB, MIB, TIB, parse_bytes, sized, wrong
 from kvstore.wire.credentials import read_group, read_users
 
 HUGE_PAGE_BYTES = 2 * MIB
@@ -232,6 +233,19 @@ class TierConfig(Section, frozen=True):
     backlog_ns: Annotated[int, Setting(_read_backlog, "10s")]
 
 
+class TenantConfig(Section, frozen=True):
+    """One `[[tenant]]`: what the blocks of its requests may take, and keep."""
+
+    name: Annotated[str, Setting(read_tenant, required="team-a")]
+    cpu_bytes: Annotated[int | None, Setting(size(0))]
+    cpu_floor_bytes: Annotated[int, Setting(size(0), 0)]
+    nvme_bytes: Annotated[int | None, Setting(size(0))]
+    nvme_floor_bytes: Annotated[int, Setting(size(0), 0)]
+
+
+N = TypeVar("N", TierConfig, TenantConfig)
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of one store process; made by `load` or `parse`, never by hand."""
 
@@ -241,6 +255,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nvme: NvmeConfig | None
     tiers: tuple[TierConfig, ...] = msgspec.field(name="tier")
     peer: PeerConfig | None = None
+    tenants: tuple[TenantConfig, ...] = msgspec.field(name="tenant", default=())
 
 
 class ConfigFile(msgspec.Struct, frozen=True):
@@ -322,23 +337,46 @@ def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
     engine = section(EngineConfig, "engine", capacity=cpu.capacity_bytes)
     nvme = section(NvmeConfig, "nvme") if "nvme" in table else None
     peer = section(PeerConfig, "peer", capacity=cpu.capacity_bytes) if "peer" in table else None
-    return Config(server, cpu, engine, nvme, _tiers(table.get("tier", []), source), peer)
+    tiers = _several(TierConfig, "tier", table, source)
+    tenants = _several(TenantConfig, "tenant", table, source)
+    if len(tenants) > TENANTS_MAX:
+        raise ConfigError(f"{source}: {len(tenants)} [[tenant]], expected up to {TENANTS_MAX}")
+    for tenant in tenants:
+        _refuse_floor(tenant, cpu, nvme, source)
+    return Config(server, cpu, engine, nvme, tiers, peer, tenants)
 
 
-def _tiers(entries: object, source: str) -> tuple[TierConfig, ...]:
+def _refuse_floor(
+    tenant: TenantConfig, cpu: CpuConfig, nvme: NvmeConfig | None, source: str
+) -> None:
+    """Raise ConfigError for a floor above what there may be."""
+    disk_bytes = 0 if nvme is None else nvme.capacity_bytes
+    for name, floor, quota, most in (
+        ("cpu", tenant.cpu_floor_bytes, tenant.cpu_bytes, cpu.capacity_bytes),
+        ("nvme", tenant.nvme_floor_bytes, tenant.nvme_bytes, disk_bytes),
+    ):
+        limit = most if quota is None else min(quota, most)
+        if floor > limit:
+            where = f"{source}: [[tenant]] {tenant.name} {name}_floor"
+            raise ConfigError(f"{where}: expected up to {sized(limit)}, found {sized(floor)}")
+
+
+def _several(kind: type[N], section: str, table: Mapping[str, Any], source: str) -> tuple[N, ...]:
+    """Read the sections of a list, whose names differ."""
+    entries = table.get(section, [])
     if not isinstance(entries, list):
-        raise ConfigError(f"{source}: {wrong('a list [[tier]]', entries)}")
-    tiers = tuple(
-        read_section(TierConfig, entry, f"{source}: [[tier]] {count}")
+        raise ConfigError(f"{source}: {wrong(f'a list [[{section}]]', entries)}")
+    found = tuple(
+        read_section(kind, entry, f"{source}: [[{section}]] {count}")
         for count, entry in enumerate(entries, start=1)
     )
-    names = [tier.name for tier in tiers]
+    names = [each.name for each in found]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
-                f'{source}: [[tier]] name: expected unique names, found "{name}" twice'
+                f'{source}: [[{section}]] name: expected unique names, found "{name}" twice'
             )
-    return tiers
+    return found
 
 
 def parse_socket(value: object) -> str:

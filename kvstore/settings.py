@@ -150,6 +150,12 @@ def matching(pattern: str, expected: str) -> Reader:
     return read
 
 
+read_tenant = matching(
+    "[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "up to 63 letters, digits, dots, hyphens and underscores"
+)
+"""Read the name of a tenant."""
+
+
 def size(least_bytes: int, most_bytes: int = QUANTITY_MAX, of: str = "") -> Reader:
     """Read a size; of: what the least one is, for the error."""
     least, most = (sized(count).replace(" ", "") for count in (least_bytes, most_bytes))

@@ -177,6 +177,17 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "order.share.used_bytes -= order.blocks * self._block_bytes",
         ),
     ),
+    "kvstore/store/tenants.py": (
+        ("tenants_store -k Q41_tenants_are", " or len(self.names) >= limits.TENANTS_MAX", ""),
+        ("tenants_store -k S2", "read_tenant(name, {})"),
+        ("tenants_store -k Q41_a_reload", "self.limit(name, tier, None, 0)"),
+    ),
+    "connectors/store_client.py": (
+        (
+            "request_policy -k Q41_the_store",
+            "self._untold_tenants = sorted(self._tenants)",
+        ),
+    ),
     "connectors/request_policy.py": (
         (
             "request_policy -k Q34_the_tighter",

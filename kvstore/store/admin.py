@@ -20,6 +20,7 @@ from kvstore.launch import address_of
 from kvstore.metrics import MEMORY, TABLE
 from kvstore.store.drain import DRAIN, Drained
 from kvstore.store.live_settings import Reloaded
+from kvstore.store.tenants import TenantShare
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.credentials import OtherUserError, connect
@@ -81,6 +82,31 @@ def resize(
             return
         time.sleep(_LOOK_S)
         rows = stats(address, user=user)
+
+
+def quotas(address: str, user: int | None = None) -> list[TenantShare]:
+    """List what tenants have and may have."""
+    return _shares_of(_ask(address, p.Query("quota"), TIMEOUT_S, user))
+
+
+def set_quota(
+    address: str,
+    tenant: str,
+    tier: str,
+    quota_bytes: int | None,
+    floor_bytes: int = 0,
+    user: int | None = None,
+) -> list[TenantShare]:
+    """Change what a tenant may have in a tier, until the store ends; list all tenants.
+
+    Raises StoreUnreachable, or StoreRefused.
+    """
+    query = p.Query("quota", tier, tenant=tenant, quota_bytes=quota_bytes, floor_bytes=floor_bytes)
+    return _shares_of(_ask(address, query, TIMEOUT_S, user))
+
+
+def _shares_of(body: bytes) -> list[TenantShare]:
+    return msgspec.json.decode(body, type=list[TenantShare])
 
 
 def reload(address: str, user: int | None = None) -> Reloaded:

@@ -23,6 +23,7 @@ LIVE: Live = {
     "nvme": ("capacity", "backlog", "write_budget"),
     "peer": ("held",),
     "tier": ("backlog",),  # of each
+    "tenant": ("cpu", "cpu_floor", "nvme", "nvme_floor"),  # and all of one that is new, or gone
 }
 """The settings, by section, that change in a running store. Any other needs a restart."""
 
@@ -59,7 +60,8 @@ def _flat(config: Config) -> dict[str, tuple[str, Any]]:
     for part in msgspec.structs.fields(Config):
         value = getattr(config, part.name)
         several = isinstance(value, tuple)
-        sections = {f"tier {v.name}": v for v in value} if several else {part.encode_name: value}
+        kind = part.encode_name
+        sections = {f"{kind} {v.name}": v for v in value} if several else {kind: value}
         for name, section in sections.items():
             for field in () if section is None else msgspec.structs.fields(type(section)):
                 found[f"{name} {field.encode_name}"] = field.name, getattr(section, field.name)
@@ -91,7 +93,8 @@ def _differences(running: Config, found: Config, live: Live) -> Iterator[Differe
             if texts[0] == texts[1]:  # rounded
                 texts = [str(value) for value in values]
             section, *_, name = setting.split()
-            taken = None not in values and name in live.get(section, ())
+            taken = name in live.get(section, ()) and None not in values
+            taken = taken or section == "tenant"
             yield Difference(setting, texts[0], texts[1], live=taken)
 
 
@@ -109,10 +112,10 @@ def _taken_over(running: Config, found: Config, live: Live) -> Config:
     taken = {
         name: _taken(getattr(running, name), getattr(found, name), settings)
         for name, settings in live.items()
-        if name != "tier"
+        if name not in ("tier", "tenant")
     }
     shelves = tuple(_taken(t, tiers.get(t.name, t), live["tier"]) for t in running.tiers)
-    return msgspec.structs.replace(running, tiers=shelves, **taken)
+    return msgspec.structs.replace(running, tiers=shelves, tenants=found.tenants, **taken)
 
 
 def _at_capacity(config: Config, capacity_bytes: int) -> Config:

@@ -79,6 +79,7 @@ class Namespace:
         self.extents: dict[int, Mapping] = {}
         self.sessions: dict[int, Session] = {}  # by number
         self.growing = False
+        self.over_quota = False  # a tenant has more than it may, or that is not known yet
         self.slots_wanted = 0  # free ones, for what comes from lower tiers
         self.retry_ns = 0  # no extent could be made: ask for none before
         self.look_ns = 0  # look for an extent of another namespace, not before
@@ -180,7 +181,9 @@ class Namespace:
     def at_rest(self) -> bool:
         """Tell whether no engine has it, and nothing goes on there that a turn has to move on."""
         manager, tiering = self.manager, self.tiering
-        if self.sessions or self.growing or manager.clearing or len(manager.leases):
+        if self.sessions or self.growing or manager.clearing or self.over_quota:
+            return False
+        if len(manager.leases):
             return False
         settled = all(m.state == "live" and not m.waiting for m in self.extents.values())
         return settled and not (tiering.jobs_open or tiering.queued)

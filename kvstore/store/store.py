@@ -29,6 +29,7 @@ from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import MakeTiers, Namespaces, Send, StoreContext
 from kvstore.store.session import Phase, Session, Writing
 from kvstore.store.sessions import Sessions
+from kvstore.store.tenants import Tenants
 from kvstore.store.tier_guard import Plugin
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -38,7 +39,7 @@ from tiers.nvme import NvmeDisk
 log = logging.getLogger(__name__)
 
 BUG = "a bug of the store"
-QUERIES = ("stats", "clear", "resize", "reload", "source", "log-level", *DRAINS)
+QUERIES = ("stats", "clear", "resize", "reload", "source", "log-level", "quota", *DRAINS)
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
 
 OfPeers = p.Arrived | p.Target | p.BlocksWritten | p.Serves
@@ -92,6 +93,10 @@ class Store:
         if peers is not None:
             peers.serve(self.namespaces, self.numbers, send)
         self._pool, self._disk = pool, disk
+        self.tenants = Tenants(disk=disk is not None)
+        if disk is not None:
+            disk.tenants = self.tenants.shares[NVME]
+        self.tenants.use(config.tenants)
         self.plugins: Sequence[Plugin] = ()  # whose tiers are in make_tiers
         self.settings = LiveSettings(config, pool.extent_bytes, self._use)
         self.source: ConfigFile | None = None  # where the settings are from
@@ -104,6 +109,8 @@ class Store:
         self.sessions.use(config.engine)
         self.namespaces.use(config)
         self._memory.resize(config.cpu.capacity_bytes)
+        self.tenants.use(config.tenants)
+        self._look_at_quotas()
         disk, nvme, peer = self._disk, config.nvme, config.peer
         if disk is not None and nvme is not None and nvme.capacity_bytes != disk.capacity_bytes:
             disk.resize(nvme.capacity_bytes)
@@ -244,6 +251,8 @@ class Store:
         for namespace in self.namespaces.awake:
             if namespace.tiering.to_poll or namespace.growing or namespace.manager.clearing:
                 return True
+            if namespace.over_quota:
+                return True
         return False
 
     def _tick_namespace(self, namespace: Namespace) -> None:
@@ -258,6 +267,10 @@ class Store:
             namespace.tiering.poll(self._now_ns)
             on_disk = namespace.tiering.take_changes()
         manager.clear_some()
+        shares = self.tenants.shares[MEMORY]
+        if shares:
+            slot_bytes = namespace.layout.slot_bytes
+            namespace.over_quota = manager.tend_tenants(shares, slot_bytes)
         changes = manager.take_changes()
         if any((changes.added, changes.removed, on_disk.added, on_disk.removed)):
             for session in namespace.sessions.values():
@@ -305,6 +318,8 @@ class Store:
             self._lookups.end_lease(session, namespace, LeaseId(lease_id))
         if step.lookup_tokens or step.hit_tokens or step.missed_tokens or step.counts:
             count_step(self.numbers, namespace.label, step, self._tier_names)
+        if step.tenants and self.tenants.join(step.tenants):
+            self._look_at_quotas()
         for shown in step.engine_blocks:
             namespace.engines.announce(session.number, shown, session.granted)
         if self._peers is not None and not namespace.layout.unnamed:
@@ -393,18 +408,32 @@ class Store:
         if query.what == "reload":
             self.reload(connection)
             return
+        if query.what not in QUERIES:
+            raise ProtocolError(f"query {query.what!r}, expected one of {', '.join(QUERIES)}")
+        try:
+            self._change(query)
+        except ConfigError as exc:
+            raise ProtocolError(str(exc)) from None
+        self._report(connection, query.what)
+
+    def _change(self, query: p.Query) -> None:
+        """Do what a query asks for. Raises ConfigError."""
         if query.what in DRAINS:
             self._drain(query.what)
         elif query.what == "resize":
-            try:
-                self.settings.resize(query.tier, query.capacity_bytes)
-            except ConfigError as exc:
-                raise ProtocolError(str(exc)) from None
+            self.settings.resize(query.tier, query.capacity_bytes)
         elif query.what == "log-level":
             set_level(query.level)
-        elif query.what not in QUERIES:
-            raise ProtocolError(f"query {query.what!r}, expected one of {', '.join(QUERIES)}")
-        self._report(connection, query.what)
+        elif query.what == "quota" and query.tenant:
+            self.tenants.limit(query.tenant, query.tier, query.quota_bytes, query.floor_bytes)
+            self._look_at_quotas()
+
+    def _look_at_quotas(self) -> None:
+        """Have all namespaces look at what tenants may have, idle ones too."""
+        for namespace in self.namespaces.values():
+            self.namespaces.wake(namespace)
+        if self._disk is not None:
+            self._disk.wake()
 
     def _drain(self, what: str) -> None:
         if what == DRAIN_CANCEL:
@@ -429,6 +458,8 @@ class Store:
             answer = self.drain.state()
         elif what == "source":
             answer = self.source
+        elif what == "quota":
+            answer = list(self.tenants.every())
         else:
             self.refresh_gauges()
             answer = [[*key, value] for key, value in sorted(self.numbers.values().items())]
@@ -443,6 +474,7 @@ class Store:
             if self._disk is not None:
                 found |= disk_gauges(self._disk, self.numbers)
             found |= plugin_gauges(self.plugins)
+            found |= self.tenants.gauges()
             if self._peers is not None:
                 found |= self._peers.gauges()
             self.numbers.gauges = found

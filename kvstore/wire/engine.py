@@ -224,13 +224,17 @@ class BlocksWritten(Message, frozen=True):
 class Query(Message, frozen=True):
     """Admin: what, as kvstore.store.store.QUERIES; "resize" has a tier and its new capacity.
 
-    level: of "log-level".
+    level: of "log-level". tenant, tier, quota_bytes, floor_bytes: of "quota"; without a tenant it
+    changes nothing.
     """
 
     what: Name
     tier: Name = ""
     capacity_bytes: Count = 0
     level: Name = ""
+    tenant: Name = ""
+    quota_bytes: Count | None = None
+    floor_bytes: Count = 0
 
 
 # Store to engine

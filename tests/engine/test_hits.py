@@ -134,6 +134,17 @@ def test_Q34_Q35_a_requests_own_limits_count(served: Served) -> None:
     assert_same([reference], [result])
 
 
+def test_Q40_tenants_of_one_engine_share_nothing(served: Served) -> None:
+    tokens, cached = prompt(79, 1000), []
+    for tenant in ("one", "two", "one", ""):
+        params = {"tenant": tenant} if tenant else None
+        request = Request(id="tenant", tokens=tokens, kv_transfer_params=params)
+        cached.append(served.one_by_one([request])[0].cached_tokens)
+        served.stats()
+        forget(served.engine)
+    assert cached == [0, 0, servable(1000), 0]
+
+
 def test_O11_what_is_stored_is_not_stored_again(served: Served) -> None:
     requests = unique(seed=2)
     expected = blocks_kept(requests, TOKENS_OUT) * served.groups

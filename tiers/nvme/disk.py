@@ -114,6 +114,11 @@ class NvmeDisk:
                 tier.use(space)
         self.health.loading(on=fresh.loading)
 
+    def wake(self) -> None:
+        """Look after all namespaces: what tenants may have has changed."""
+        for space in self.spaces:
+            self.attached.wake(space)
+
     # State
 
     def write_failed(self, what: str, error: Exception, now_s: float) -> None:

@@ -1,0 +1,104 @@
+"""The tenants of a store: who they are, and what each has and may have in each tier.
+
+A tenant is known once the configuration, an engine or an operator has named it. Memory and disk
+look at its share themselves (core/tenants.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvstore.config import TenantConfig
+from kvstore.core import limits
+from kvstore.core.errors import ConfigError, ProtocolError
+from kvstore.core.tenants import Share
+from kvstore.core.types import tag_of
+from kvstore.metrics import MEMORY, NVME
+from kvstore.settings import read_tenant
+
+
+class TenantShare(NamedTuple):
+    """What a tenant has in a tier."""
+
+    tenant: str
+    tier: str
+    used_bytes: int
+    quota_bytes: int | None
+    floor_bytes: int
+
+
+class Tenants:
+    """Shares by tier and tag."""
+
+    def __init__(self, *, disk: bool) -> None:
+        """disk: there is a disk tier."""
+        self.names: dict[str, bytes] = {}  # to their tags
+        self._configured: Sequence[str] = ()
+        self.shares: dict[str, dict[bytes, Share]] = {MEMORY: {}}
+        if disk:
+            self.shares[NVME] = {}
+
+    def join(self, names: Iterable[str]) -> bool:
+        """Know of these from now on; True if one is new. Raises ProtocolError for a wrong name.
+
+        Blocks of those beyond the limit are nobody's.
+        """
+        before = len(self.names)
+        for name in names:
+            if name in self.names or len(self.names) >= limits.TENANTS_MAX:
+                continue
+            try:
+                read_tenant(name, {})
+            except ConfigError as exc:
+                raise ProtocolError(f"tenant: {exc}") from None
+            self.names[name] = tag_of(name)
+            for shares in self.shares.values():
+                shares[self.names[name]] = Share()
+        return len(self.names) > before
+
+    def use(self, tenants: Sequence[TenantConfig]) -> None:
+        """Give the tenants of the configuration their limits; others of before have none."""
+        for name in self._configured:
+            for tier in self.shares:
+                self.limit(name, tier, None, 0)
+        self._configured = [tenant.name for tenant in tenants]
+        self.join(self._configured)
+        for tenant in tenants:
+            self.limit(tenant.name, MEMORY, tenant.cpu_bytes, tenant.cpu_floor_bytes)
+            if NVME in self.shares:
+                self.limit(tenant.name, NVME, tenant.nvme_bytes, tenant.nvme_floor_bytes)
+
+    def limit(self, name: str, tier: str, quota_bytes: int | None, floor_bytes: int) -> None:
+        """Change what a tenant may have, and keeps. Raises ConfigError."""
+        if tier not in self.shares:
+            expected = " or ".join(self.shares)
+            raise ConfigError(f"tier {tier!r}, expected {expected}: the store has no other")
+        if quota_bytes is not None and floor_bytes > quota_bytes:
+            raise ConfigError(
+                f"a floor of {floor_bytes} bytes, expected up to the quota of {quota_bytes}"
+            )
+        self.join((name,))
+        if name not in self.names:
+            raise ConfigError(f"tenant {name!r}: there are {limits.TENANTS_MAX} already")
+        share = self.shares[tier][self.names[name]]
+        share.quota_bytes, share.floor_bytes = quota_bytes, floor_bytes
+
+    def gauges(self) -> dict[tuple[str, ...], float]:
+        """Return what tenants have and may have, by metric name and label values."""
+        found: dict[tuple[str, ...], float] = {}
+        for each in self.every():
+            metric = "kvstore_tenant_bytes", each.tenant, each.tier
+            found[*metric, "used"], found[*metric, "floor"] = each.used_bytes, each.floor_bytes
+            if each.quota_bytes is not None:
+                found[*metric, "quota"] = each.quota_bytes
+        return found
+
+    def every(self) -> Iterator[TenantShare]:
+        """Go through all tenants and tiers."""
+        for name, tag in self.names.items():
+            for tier, shares in self.shares.items():
+                share = shares[tag]
+                yield TenantShare(
+                    name, tier, share.used_bytes, share.quota_bytes, share.floor_bytes
+                )
