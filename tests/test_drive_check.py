@@ -154,10 +154,10 @@ def test_a_drive_that_does_not_answer_is_left(
 
 def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, expected in (
-        (["check"], "expected --config FILE, or --disk"),
+        (["check"], "expected --config FILE, --engine JSON, or --disk"),
         (["check", "--config", "x.toml", "--seconds", "20"], "found no --disk"),
         (["check", "--disk", "--config", "x.toml", "--path", "."], "found both"),
-        (["check", "--disk", "--seconds", "1"], "expected a whole number from 5 to 600, found '1'"),
+        (["check", "--disk", "--seconds", "1"], 'expected a whole number from 5 to 600, found "1"'),
     ):
         with pytest.raises(SystemExit, match="2"):
             cli.main(arguments)
