@@ -1,6 +1,7 @@
 """What every test session needs: the rules for tests that want an engine or a device."""
 
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.harness.nvme_trouble import be_quick
 from tiers.nvme.index_client import IndexProcess
 
 ENGINES = "tests/engine/"
+OURS = ("connectors", "kvstore", "tiers")  # loggers
 
 # Other work beside the tests makes them slow, not wrong.
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -55,6 +57,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
         pytest.fail("vLLM is not installed here: run `make setup`", pytrace=False)
+    if not item.nodeid.startswith(ENGINES):  # an engine in this process has them log as vLLM
+        for name in OURS:
+            logger = logging.getLogger(name)
+            logger.handlers.clear()
+            logger.setLevel(logging.NOTSET)
+            logger.propagate = True
     if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():
         pytest.skip("no NVIDIA device on this machine")
 

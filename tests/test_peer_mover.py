@@ -111,7 +111,7 @@ def test_what_is_written_after_the_copy_is_neither_in_it_nor_in_its_sum(
         (255, 64 * KIB, [64, 64, 64, 63]),
         (128, 64 * KIB, [64, 64]),
         (160, 64 * KIB, [64, 64, 32]),  # no less than 4 MiB
-        (64, 2 * MIB, [8] * 8),  # no more than 16
+        (128, 2 * MIB, [16] * 8),  # no more than 32
         (3, 16 * MIB, [1, 1, 1]),
     ],
 )

@@ -213,7 +213,7 @@ class Sessions(dict[str, Session]):
         """Tell all parts of an engine to detach, once. calm: it is no reason for a warning."""
         if session.phase is Phase.ENDING:
             return
-        session.phase = Phase.ENDING
+        joined, session.phase = session.phase is Phase.ACTIVE, Phase.ENDING
         with self._barrier.around(f"the end of engine {session.engine!r}"):
             self._lookups.end(session)
             if session.namespace is not None:
@@ -222,7 +222,8 @@ class Sessions(dict[str, Session]):
             if self._peers is not None:
                 self._peers.engine_writes.leave(session.number)
         self._numbers.add("kvstore_sessions_ended", reason)
-        if reason != "refused":  # that has a line of its own
+        # A refusal has a line of its own; a half that comes back as the engine ends needs none.
+        if reason != "refused" and (joined or not calm):
             say = self._lives.info if calm else self._lives.warn
             say("engines detached", "%s detached: %s", session.subject, text)
         for connection in session.connections():

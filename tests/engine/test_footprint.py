@@ -21,7 +21,7 @@ BASE = "import vllm.distributed.kv_transfer.kv_connector.v1.base"
 @pytest.mark.parametrize(
     ("side", "modules_max", "forbidden"),
     [
-        ("vllm_worker", 34, OF_THE_SCHEDULER),
+        ("vllm_worker", 35, OF_THE_SCHEDULER),
         ("vllm_scheduler", 38, (*OF_THE_WORKER, "connectors.weights", "connectors.vllm_pages")),
     ],
 )
