@@ -69,4 +69,5 @@ class TrackedRequest(msgspec.Struct, eq=False):
     remote: Remote = NO_REMOTE  # where its prompt was computed, until it is loaded
     policy: RequestPolicy = NO_LIMITS
     tag: bytes = b""  # of its tenant
+    apart: tuple[bytes, bool] = (b"", False)  # tag, kept off the disk: a job has blocks of one such
     store_tokens: int = NEVER  # of its first ones: no others are stored

@@ -125,6 +125,7 @@ class SchedulerHalf:
             repeatable=repeatable,
             policy=policy,
             tag=policy.tag,
+            apart=(policy.tag, not policy.store_in.disk),
         )
         if policy.tenant:
             self._client.name_tenant(policy.tenant)

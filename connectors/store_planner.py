@@ -73,14 +73,14 @@ class StorePlanner:
         self._jobs: list[StoreJob] = []
         self._batches: list[_GroupBatch] = []
         self._gathered = 0  # blocks for the next job,
-        self._off_disk = False  # which go to no tier below memory,
-        self._scope = self._tag = b""  # and are of this tenant
+        self._apart = b"", False  # the tenant's tag, and whether they are kept off the disk
+        self._scope = b""
         self.use_scope(b"")
 
     def use_scope(self, scope: bytes) -> None:
         """Make keys in this scope from now on. Nothing may be gathered meanwhile."""
         self._scope = scope
-        suffix = scope + self._tag
+        suffix = scope + self._apart[0]
         self._batches = [
             _GroupBatch(group, per_block, make_key(b"", group, suffix), rule.trailing is not None)
             for group, (per_block, rule) in enumerate(
@@ -123,7 +123,8 @@ class StorePlanner:
 
     def _gather(self, tracked: TrackedRequest, end: int, table: BlockTable) -> None:
         """Gather the blocks up to end-1, of every group that has them, as far as credits go."""
-        self._use(tracked)
+        if tracked.apart != self._apart:
+            self._use(tracked)
         first, free, groups = tracked.cursor, self._client.credits, len(self._batches)
         while first < end and len(free) >= groups:
             if first + 1 == end:  # most steps complete one block of a request
@@ -143,15 +144,10 @@ class StorePlanner:
 
     def _use(self, tracked: TrackedRequest) -> None:
         """Gather blocks of a request: a job has those of one tenant, for the same tiers."""
-        off_disk = not tracked.policy.store_in.disk
-        if off_disk is self._off_disk and tracked.tag == self._tag:
-            return
         if self._gathered:
             self._close_job()
-        self._off_disk = off_disk
-        if tracked.tag != self._tag:
-            self._tag = tracked.tag
-            self.use_scope(self._scope)
+        self._apart = tracked.apart
+        self.use_scope(self._scope)
 
     def _gather_run(self, tracked: TrackedRequest, first: int, end: int, table: BlockTable) -> bool:
         """Gather a run that each group has as a whole, new or not at all; False if one does not."""
@@ -235,7 +231,8 @@ class StorePlanner:
             client.count("store_declined")
             return False
         parent_hash = hashes[partial.block * self._hashes_per_block - 1] if partial.block else b""
-        self._use(tracked)
+        if tracked.apart != self._apart:
+            self._use(tracked)
         for batch, ids in zip(self._batches, self._ids_of(partial, table), strict=True):
             key = partial.hash + batch.suffix
             batch.add(ids, [client.credits.popleft()], [key], parent_hash)
@@ -277,7 +274,7 @@ class StorePlanner:
             tuple(slots),
             tuple(keys),
             tuple(parents),
-            self._off_disk,
+            self._apart[1],
         )
         self._jobs.append(job)
         self._client.stats["store_blocks"] += len(slots)

@@ -148,8 +148,8 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "connectors/store_planner.py": (
         (
             "request_policy -k Q36_blocks_that_stay",
-            "if self._gathered:\n            self._close_job()\n        self._off_disk = off",
-            "self._off_disk = off",
+            "if self._gathered:\n            self._close_job()\n        self._apart",
+            "self._apart",
         ),
     ),
     "kvstore/core/tenants.py": (

@@ -224,6 +224,7 @@ def test_S6_an_engines_settings_are_read_by_the_same_code() -> None:
         "store": lambda: ("relative", 1),
         "cpu": lambda: WRONG["cpu"]["capacity"],
         "listen": lambda: ("9500", 1, "0.0.0.0:1"),
+        "tenant": lambda: ({}, -1, "a b"),
     }
     for name in set(settings_of(extra.ExtraConfig)) - {"nvme"}:
         base = {} if name == "store" else {"cpu": "64MiB"}
