@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -94,6 +95,7 @@ class Site:
         }
         self._on_disk = ends.enter_context(engine(self._disk, page_bytes=SMALL, model="qwen"))
         self.watch.seen()
+        self._began = time.monotonic()  # before its first scrape Prometheus misses all stores
         self._work()
         self.watch.seen()
 
@@ -117,7 +119,8 @@ class Site:
     def fired(self) -> set[tuple[str, str]]:
         """Alerts that have fired, and the store that each was about, "" for none."""
         names = {f"127.0.0.1:{port}": name for name, port in self._ports.items()}
-        found = self.watch.ask('max_over_time(ALERTS{alertstate="firing"}[10m])')
+        since_s = max(1, int(time.monotonic() - self._began))
+        found = self.watch.ask(f'max_over_time(ALERTS{{alertstate="firing"}}[{since_s}s])')
         return {
             (alert["alertname"], names.get(alert.get("instance", ""), "")) for alert, _ in found
         }
