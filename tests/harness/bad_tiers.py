@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -245,3 +246,13 @@ class Holds(MemoryTier):
         if self._jobs and self._waits:
             self.go.wait()
         return super().poll() if self.go.is_set() else []
+
+
+class Dawdles(MemoryTier):
+    """Polls slowly."""
+
+    seconds = 0.0
+
+    def poll(self) -> Sequence[JobResult]:
+        time.sleep(self.seconds)
+        return super().poll()

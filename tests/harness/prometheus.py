@@ -32,6 +32,17 @@ def queries() -> list[str]:
     return [query.strip() for _, query in shown("promql")]
 
 
+def found_program(name: str) -> str:
+    """Return the path of a program of Debian's package `prometheus`."""
+    program = shutil.which(name)
+    if program is None:
+        text = f"there is no `{name}` (Debian: apt-get install prometheus)"
+        if os.environ.get("CI"):
+            pytest.fail(text)
+        pytest.skip(text)
+    return program
+
+
 class Prometheus:
     """A running server."""
 
@@ -66,23 +77,22 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(folder: Path, ports: Collection[int]) -> Iterator[Prometheus]:
-    """Run a Prometheus that scrapes these ports of this machine."""
-    program = shutil.which("prometheus")
-    if program is None:
-        text = "there is no `prometheus` (Debian: apt-get install prometheus)"
-        if os.environ.get("CI"):
-            pytest.fail(text)
-        pytest.skip(text)
+def prometheus(
+    folder: Path, ports: Collection[int], rules: Path | None = None
+) -> Iterator[Prometheus]:
+    """Run a Prometheus that scrapes these ports of this machine. rules: a file that it loads."""
+    command = [found_program("prometheus")]
     targets = json.dumps([f"127.0.0.1:{port}" for port in ports])
-    settings = folder / "prometheus.yml"
+    settings, every = folder / "prometheus.yml", f"{int(SCRAPE_S * 1000)}ms"
     settings.write_text(
-        f"global: {{scrape_interval: {int(SCRAPE_S * 1000)}ms, scrape_timeout: 500ms}}\n"
+        f"global: {{scrape_interval: {every}, scrape_timeout: {every}, "
+        f"evaluation_interval: {every}}}\n"
+        f"rule_files: {json.dumps([str(rules)] if rules else [])}\n"
         f"scrape_configs: [{{job_name: kvstore, static_configs: [{{targets: {targets}}}]}}]\n"
     )
     port = free_port()
     log = folder / "prometheus.log"
-    command = [program, f"--config.file={settings}", f"--storage.tsdb.path={folder / 'tsdb'}"]
+    command += [f"--config.file={settings}", f"--storage.tsdb.path={folder / 'tsdb'}"]
     with log.open("wb") as sink:
         child = subprocess.Popen(
             [*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=sink, stderr=sink
