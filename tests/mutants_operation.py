@@ -148,7 +148,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("status -k Q48_the_page", "element.append(...inside);", "element.innerHTML = inside;"),
         (
             "status -k Q48_the_page",
-            'at("health").textContent = "no answer from the store: what is below is old";',
+            'say("health", "no answer from the store: what is below is old");',
             "",
         ),
     ),

@@ -175,7 +175,11 @@ def test_Q45_what_is_wrong_is_named_with_what_to_do(
     assert head.endswith("not ready, 2 wrong now")
     for line, what, todo in zip(
         lines,
-        ("the store is draining", "tier bad is off", "1 engines that were killed or crashed since"),
+        (
+            "the store is draining",
+            "tier bad is off",
+            "engines that were killed or crashed: 1 since",
+        ),
         ("--cancel takes engines again", "after a restart", "out-of-memory killer"),
         strict=True,
     ):
@@ -191,8 +195,8 @@ def test_Q45_what_is_wrong_is_named_with_what_to_do(
         ("kvstore_queue_seconds", ("nvme",), 9.4, "queue nvme has waited for 9 s"),
         ("kvstore_tier_stalled_seconds", ("nvme", "read"), 7, "no read has returned for 7 s"),
         ("kvstore_write_budget_bytes", ("nvme", "left"), -5, "the write budget of tier nvme is"),
-        ("kvstore_refused", ("user",), 3, "3 connections of users without permission"),
-        ("kvstore_tier_blocks", ("ns", "nvme", "damaged"), 2, "2 blocks that a lower tier lost"),
+        ("kvstore_refused", ("user",), 3, "connections of users without permission: 3"),
+        ("kvstore_tier_blocks", ("ns", "nvme", "damaged"), 2, "blocks that a lower tier lost: 2"),
     ],
 )
 def test_Q45_each_trouble_has_a_way_out(

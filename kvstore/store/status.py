@@ -143,9 +143,8 @@ class History:
         if now_ns >= self._next_ns:
             self._start_ns = self._start_ns or now_ns
             self._next_ns = now_ns + SAMPLE_S * 1_000_000_000
-            read = _Read(self._numbers.counts)
-            kept = HISTORY_S // SAMPLE_S
-            self.samples = (*self.samples, read.tokens(self.uptime_s(now_ns)))[-kept:]
+            kept, seconds = HISTORY_S // SAMPLE_S, self.uptime_s(now_ns)
+            self.samples = (*self.samples, _tokens(self._numbers.counts, seconds))[-kept:]
 
     def uptime_s(self, now_ns: int) -> float:
         """Return the time since the first tick."""
@@ -157,7 +156,7 @@ class _Read:
 
     def __init__(self, values: Mapping[tuple[str, ...], float]) -> None:
         self._rows: dict[str, list[tuple[tuple[str, ...], float]]] = defaultdict(list)
-        for (name, *labels), value in dict(values).items():
+        for (name, *labels), value in values.items():
             self._rows[name].append((tuple(labels), value))
 
     def by(self, label: str, name: str, **wanted: str) -> dict[str, int]:
@@ -173,10 +172,16 @@ class _Read:
         """Return a metric's label values and numbers."""
         return self._rows[name]
 
-    def tokens(self, seconds: float) -> Tokens:
-        """Count the tokens looked up and hit."""
-        looked_up = sum(self.by("namespace", "kvstore_lookup_tokens").values())
-        return Tokens(seconds, looked_up, dict(self.by("tier", "kvstore_hit_tokens")))
+
+def _tokens(values: Mapping[tuple[str, ...], float], seconds: float) -> Tokens:
+    """Add up the tokens looked up and hit in so many seconds."""
+    looked_up, hit = 0, Counter[str]()
+    for key, value in values.items():
+        if key[0] == "kvstore_lookup_tokens":
+            looked_up += int(value)
+        elif key[0] == "kvstore_hit_tokens":
+            hit[key[2]] += int(value)
+    return Tokens(seconds, looked_up, dict(hit))
 
 
 def told(text: str) -> str:
@@ -219,7 +224,7 @@ def status_of(
 ) -> Status:
     """Put the object together. reasons: why the store is not ready."""
     read = _Read(values)
-    now = read.tokens(uptime_s)
+    now = _tokens(values, uptime_s)
     before = [each for each in history if each.seconds <= uptime_s - MINUTE_S]
     first = before[-1:] or history[:1] or (Tokens(0.0, 0, {}),)
     tiers = [_tier(read, name) for name in tier_names]
@@ -362,5 +367,5 @@ def _findings(
     for name, label, values, what, todo in _NEVER:
         counts = read.by(label, name)
         if count := sum(counts.get(value, 0) for value in values):
-            was.append(Finding(False, f"{count:,} {what}", todo))
+            was.append(Finding(False, f"{what}: {count:,}", todo))
     return [Finding(True, what, todo) for what, todo in found] + was
