@@ -73,6 +73,7 @@ $(READY): pyproject.toml
 	@$(call have,fio) || echo "fio is not here and cannot be installed: the nvme benchmark uses a plain loop" >&2
 	@$(call have,prometheus) || echo "prometheus is not here and cannot be installed: its tests are skipped" >&2
 	@$(call have,systemd-analyze,systemd) || echo "systemd is not here and cannot be installed: tests of the unit file are skipped" >&2
+	@$(call have,chromium) || echo "chromium is not here and cannot be installed: tests of the status page are skipped" >&2
 	@touch $@
 	@echo "$(VENV) is ready" >&2
 

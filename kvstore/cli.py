@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -35,13 +36,16 @@ SECONDS_MAX = 600
 TEXT_MAX = 2000  # characters of a finding
 BLOCK_MAX = 1 << 20
 COUNT_MAX = 10**9
+EVERY_S_MIN = 0.1
+EVERY_S_MAX = 3600.0
 
-_EXAMPLES = f"""\
+_EXAMPLES = """\
 examples:
   kvstore check --config kvstore.toml     check a configuration without starting a store
   kvstore size my/model --cpu 64GiB       what a token costs, and how many a tier holds
   kvstore serve --config kvstore.toml     run the store of this node
-  kvstore stats --store {_SOCKET}
+  kvstore status                          how it is, and what to do about what is wrong
+  kvstore top                             the same live
 """
 
 _FSCK = """\
@@ -129,14 +133,22 @@ def _parser() -> argparse.ArgumentParser:
         "kvstore size my/model --config kvstore.toml --dtype fp8",
     )  # fmt: skip
     _add_size(size)
+    text = "say how a running store is, what is wrong, and what to do"
+    status = add("status", text, "kvstore status", f"kvstore status --json --store {_SOCKET}")
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+    top = add("top", "show a running store live; q ends it", "kvstore top", "kvstore top --once")
+    every = 'how often to look, such as "2s" (default: 1s, at least 100ms)'
+    top.add_argument("--every", type=_every, default=1.0, help=every)
+    top.add_argument("--once", action="store_true", help="show it once")
+    top.add_argument("--json", action="store_true", help="print one JSON object each time")
     stats = add("stats", "show the metrics of a running store", f"kvstore stats --store {_SOCKET}")
     stats.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     clear = add("clear", "drop all blocks of a running store", f"kvstore clear --store {_SOCKET}")
-    running = stats, clear, *_life_cycle(add)
+    running = status, top, stats, clear, *_life_cycle(add)
     user = "name or number of the user that runs the store (default: yourself or root)"
     for command in running:
-        place = f"the store's socket, such as {_SOCKET}, or engine:ID for an engine's private one"
-        command.add_argument("--store", required=True, help=place)
+        place = f"the store's socket, or engine:ID for an engine's private one (default: {_SOCKET})"
+        command.add_argument("--store", default=_SOCKET, help=place)
         command.add_argument("--user", type=_user, help=user)
     text = "verify the directory of an NVMe tier that no store uses"
     fsck = add("fsck", text, "kvstore fsck /nvme/kv --repair")
@@ -237,6 +249,13 @@ def _wait(text: str) -> float:
         return parse_duration_ns(text) / 1e9
     except ConfigError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def _every(text: str) -> float:
+    seconds = _wait(text)
+    if not EVERY_S_MIN <= seconds <= EVERY_S_MAX:
+        raise argparse.ArgumentTypeError(f'expected "100ms" to "1h", found {text!r}')
+    return seconds
 
 
 def _print_json(value: object) -> None:
@@ -354,6 +373,29 @@ def _size(chosen: argparse.Namespace) -> int:
         _print_json(told)
     else:
         show(told)
+    return 0
+
+
+def _status(chosen: argparse.Namespace) -> int:
+    from kvstore.store import admin
+
+    found = admin.status(chosen.store, user=chosen.user)
+    if chosen.json:
+        _print_json(found)
+        return 0
+    from kvstore.printing import output
+    from kvstore.store.top import words
+
+    output().print(words(found))
+    return 0
+
+
+def _top(chosen: argparse.Namespace) -> int:
+    from kvstore.store import admin
+    from kvstore.store.top import watch
+
+    ask = partial(admin.status, chosen.store, user=chosen.user)
+    watch(ask, chosen.every, once=chosen.once, as_json=chosen.json)
     return 0
 
 
@@ -572,9 +614,9 @@ def _keygen(chosen: argparse.Namespace) -> int:
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "serve": _serve, "check": _check, "size": _size, "stats": _stats, "clear": _clear,
-    "resize": _resize, "reload": _reload, "drain": _drain, "fsck": _fsck, "keygen": _keygen,
-    "log-level": _log_level, "quota": _quota,
+    "serve": _serve, "check": _check, "size": _size, "status": _status, "top": _top,
+    "stats": _stats, "clear": _clear, "resize": _resize, "reload": _reload, "drain": _drain,
+    "quota": _quota, "fsck": _fsck, "keygen": _keygen, "log-level": _log_level,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -51,7 +51,18 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
     return Check(tmp_path, capsys)
 
 
-NAMES = ("serve", "check", "stats", "clear", "resize", "keygen", "fsck", "log-level")
+NAMES = (
+    "serve",
+    "check",
+    "status",
+    "top",
+    "stats",
+    "clear",
+    "resize",
+    "keygen",
+    "fsck",
+    "log-level",
+)
 
 
 def ended(run: Callable[[list[str]], int], arguments: list[str]) -> object:
@@ -73,7 +84,7 @@ def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[st
 
 def test_wrong_arguments_end_with_status_2() -> None:
     plain_check = ["check", "--config", "x", "--seconds", "20"]
-    for arguments in ([], ["stats"], ["serve"], ["check"], plain_check):
+    for arguments in ([], ["stats", "--every"], ["serve"], ["check"], plain_check):
         assert ended(cli.main, arguments) == 2
     for arguments in ([], ["nothing"], ["attach", "--pairs", "0"]):
         assert ended(bench.main, arguments) == 2

@@ -109,7 +109,10 @@ def test_commands_exist(block: str) -> None:
         elif line[:3] == ["python", "-m", "tests.bench.beside"]:
             beside.parser().parse_args(line[3:])
         elif line[:2] == ["python", "-m"]:
-            assert line[2] in {"tests.demo", "tests.demo.router", "tests.rooms", "tests.rows"}
+            assert line[2] in {
+                *("tests.bench.screenshots", "tests.demo", "tests.demo.router"),
+                *("tests.rooms", "tests.rows"),
+            }
         else:
             assert line[0] == "kvstore"
             cli._parser().parse_args(line[1:])

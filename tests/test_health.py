@@ -89,12 +89,12 @@ def test_Q15_a_store_that_serves_is_alive_and_ready(serving: Port) -> None:
         assert json.loads(body) == {"ok": True, "reasons": []}
 
 
-@pytest.mark.parametrize("path", ["/", "/metric", "/metrics/", "/favicon.ico", "/healthz/x"])
+@pytest.mark.parametrize("path", ["//", "/metric", "/metrics/", "/favicon.ico", "/status.html"])
 def test_Q15_other_paths_are_not_there(serving: Port, path: str) -> None:
-    assert serving.get(path) == (404, b"pages: /metrics, /healthz, /readyz\n")
+    assert serving.get(path) == (404, b"pages: /, /status.json, /metrics, /healthz, /readyz\n")
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/healthz"])
+@pytest.mark.parametrize("path", ["/", "/metrics", "/healthz"])
 def test_Q15_a_page_can_be_read_and_nothing_else(serving: Port, path: str) -> None:
     _, whole = serving.ask(path)
     with socket.create_connection(("127.0.0.1", serving.number)) as asked:

@@ -66,7 +66,7 @@ def test_Q27_the_steps_of_the_page_lose_nothing_that_is_on_disk(tmp_path: Path) 
             assert "were only in memory" not in store.log_path.read_text()
             assert run(check) == 0
             with store:
-                eventually(lambda: "attached, session" in store.log_path.read_text())
+                eventually(lambda: ") attached:" in store.log_path.read_text())
                 eventually(lambda: heard(rig.client) and rig.client.session not in (0, session))
                 granted = rig.ask(chain)
                 assert len(granted.hits[0]) == 3

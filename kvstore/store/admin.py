@@ -20,6 +20,7 @@ from kvstore.launch import address_of
 from kvstore.metrics import MEMORY, TABLE
 from kvstore.store.drain import DRAIN, Drained
 from kvstore.store.live_settings import Reloaded
+from kvstore.store.status import Status
 from kvstore.store.tenants import TenantShare
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -52,6 +53,12 @@ class Stat(msgspec.Struct, frozen=True):
 def stats(address: str, timeout_s: float = TIMEOUT_S, user: int | None = None) -> list[Stat]:
     """Read the store's numbers. Raises StoreUnreachable."""
     return _stats_of(_ask(address, p.Query("stats"), timeout_s, user))
+
+
+def status(address: str, timeout_s: float = TIMEOUT_S, user: int | None = None) -> Status:
+    """Describe the store. Raises StoreUnreachable."""
+    body = _ask(address, p.Query("status"), timeout_s, user)
+    return msgspec.json.decode(body, type=Status)
 
 
 def clear(address: str, timeout_s: float = CLEAR_S, user: int | None = None) -> list[Stat]:
@@ -151,7 +158,9 @@ def _ask(address: str, query: p.Query, timeout_s: float, user: int | None) -> by
             f"the store at {shown} did not answer within {timeout_s:g} s"
         ) from exc
     except OSError as exc:
-        raise StoreUnreachable(f"no store answers at {shown}: {exc.strerror}") from exc
+        raise StoreUnreachable(
+            f"no store answers at {shown}: {exc.strerror}; --store names another one"
+        ) from exc
     except OtherUserError as exc:
         raise StoreUnreachable(
             f"{shown} was sent nothing: {exc}; use --user to name another user"

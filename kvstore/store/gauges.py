@@ -11,12 +11,12 @@ from kvstore.metrics import DEFERRED_STEPS, LABEL_DIGITS, MEMORY, NVME, Numbers
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import Namespaces
 from kvstore.store.session import Phase, Session
+from kvstore.store.status import told
 from kvstore.store.tier_guard import Plugin
 from kvstore.wire.engine import EVENTS, MISSES, VERSION, Step
 from tiers.cpu import CpuMemory
 from tiers.nvme import NvmeDisk
 
-TOLD_MAX = 100  # characters of a label that an engine has told
 DISK_STATES = ("ok", "loading", "read_only", "off")
 
 
@@ -111,11 +111,10 @@ def queue_gauges(
 
 def _described(layout: SlotLayout) -> tuple[str, str, str, str]:
     """Return model, data type, tokens of a block and its bytes, as an engine has told them."""
-    told = [
-        "".join(c if c.isprintable() else "?" for c in layout.traits.get(name, "")[:TOLD_MAX])
-        for name in ("model", "dtype", "block tokens")
-    ]
-    return told[0], told[1], told[2], str(layout.slot_bytes)
+    model, dtype, tokens = (
+        told(layout.traits.get(name, "")) for name in ("model", "dtype", "block tokens")
+    )
+    return model, dtype, tokens, str(layout.slot_bytes)
 
 
 def disk_gauges(disk: NvmeDisk, numbers: Numbers) -> dict[tuple[str, ...], float]:

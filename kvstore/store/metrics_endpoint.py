@@ -1,4 +1,4 @@
-"""The HTTP endpoint, metrics and probes: a few connections at a time, and none that stays.
+"""The HTTP endpoint, metrics, probes and a status page: few connections, and none that stays.
 
 Each connection takes a thread and a descriptor, and engines need descriptors, too. So beyond a few
 the oldest one is closed: it has had its time, or leaves its answer unread.
@@ -6,14 +6,19 @@ the oldest one is closed: it has had its time, or leaves its answer unread.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gzip
+import hashlib
 import logging
+import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib import resources
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -29,11 +34,12 @@ from prometheus_client.registry import Collector
 from kvstore.config import Address
 from kvstore.core.errors import ConfigError
 from kvstore.metrics import TABLE, Numbers
+from kvstore.store.status import Status
 
 log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 16
-METRICS = "/metrics"
+PAGE, STATUS, METRICS = "/", "/status.json", "/metrics"
 SILENT_S = 5.0  # without a byte from a client, or one that it takes
 PAUSE_S = 0.5  # after a connection could not be taken, for want of descriptors say
 
@@ -153,17 +159,44 @@ def _in_words(status: str, *lines: str) -> _Answer:
     return status, {"Content-Type": "text/plain; charset=utf-8"}, body.encode()
 
 
-def _pages(registry: CollectorRegistry, probes: Mapping[str, Probe]) -> WSGIApplication:
-    """Make the application: metrics, and each probe at its path."""
+def _status_page() -> _Answer:
+    """Read the page. Its policy lets it run its own script and style, and ask this server alone."""
+    body = resources.files("kvstore.store").joinpath("status.html").read_bytes()
+    policy = ["default-src 'none'", "connect-src 'self'", "img-src data:", "base-uri 'none'"]
+    for name in (b"script", b"style"):
+        for inner in re.findall(b"<%b>(.*?)</%b>" % (name, name), body, re.DOTALL):
+            digest = base64.b64encode(hashlib.sha256(inner).digest()).decode()
+            policy.append(f"{name.decode()}-src 'sha256-{digest}'")
+    policy += ["form-action 'none'", "frame-ancestors 'none'"]
+    kind = {"Content-Type": "text/html; charset=utf-8", "X-Content-Type-Options": "nosniff"}
+    return "200 OK", {**kind, "Content-Security-Policy": "; ".join(policy)}, body
+
+
+def _in_json(look: Callable[[], Status]) -> _Answer:
+    kind = {"Content-Type": "application/json", "Cache-Control": "no-store"}
+    return "200 OK", kind, msgspec.json.encode(look())
+
+
+def _pages(
+    registry: CollectorRegistry, probes: Mapping[str, Probe], status: Callable[[], Status]
+) -> WSGIApplication:
+    """Make the application: the status page and its data, metrics, and each probe at its path."""
+    page = _status_page()
+    pages: dict[str, Callable[[WSGIEnvironment], _Answer]] = {
+        PAGE: lambda _: page,
+        STATUS: lambda _: _in_json(status),
+        METRICS: partial(_scrape, registry),
+        **{path: partial(_probe, look) for path, look in probes.items()},
+    }
 
     def answer(asked: WSGIEnvironment) -> _Answer:
         path = asked["PATH_INFO"]
-        if path != METRICS and path not in probes:
-            return _in_words("404 Not Found", f"pages: {', '.join([METRICS, *probes])}")
+        if path not in pages:
+            return _in_words("404 Not Found", f"pages: {', '.join(pages)}")
         if asked["REQUEST_METHOD"] not in ("GET", "HEAD"):
             status, headers, body = _in_words("405 Method Not Allowed", "methods: GET, HEAD")
             return status, {**headers, "Allow": "GET, HEAD"}, body
-        return _scrape(registry, asked) if path == METRICS else _probe(probes[path], asked)
+        return pages[path](asked)
 
     def serve(asked: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
         status, headers, body = answer(asked)
@@ -174,14 +207,20 @@ def _pages(registry: CollectorRegistry, probes: Mapping[str, Probe]) -> WSGIAppl
 
 
 def start(
-    address: Address, collector: Collector, probes: Mapping[str, Probe]
+    address: Address,
+    collector: Collector,
+    probes: Mapping[str, Probe],
+    status: Callable[[], Status],
 ) -> Callable[[], None]:
-    """Serve metrics and probes, by path, on a thread; return what ends that. Raises ConfigError."""
+    """Serve all pages on a thread; return what ends that. Raises ConfigError.
+
+    probes: by path. status(): what the status page shows.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     ProcessCollector(registry=registry)
     server = listen(address)
-    server.set_app(_pages(registry, probes))
+    server.set_app(_pages(registry, probes, status))
     thread = threading.Thread(target=server.serve_forever, name="kvstore-metrics", daemon=True)
     thread.start()
     host = f"[{address.host}]" if ":" in address.host else address.host

@@ -42,6 +42,7 @@ from kvstore.store.edge_thread import EdgeThread
 from kvstore.store.health import Health
 from kvstore.store.live_settings import Reloaded
 from kvstore.store.metrics_endpoint import StoreCollector
+from kvstore.store.status import Status
 from kvstore.store.store import Store
 from kvstore.store.tier_guard import Plugin
 from kvstore.systemd import Systemd
@@ -160,6 +161,7 @@ class Server:
             config, pool, self._make_tiers, self._send, first, self._disk, self._peers
         )
         self.store.plugins = self._plugins
+        self.store.not_ready = self.health.not_ready
         self._edge = EdgeThread()
         self._hung_up = False  # SIGHUP came
         self._around_edge = Barrier(self._said, self.store.met_a_bug).around("a reload")
@@ -209,7 +211,8 @@ class Server:
                 collector = StoreCollector(self.store.numbers, self.await_gauges)
                 health = self.health
                 probes = {"/healthz": health.not_alive, "/readyz": health.not_ready}
-                endpoint.callback(metrics_endpoint.start(address, collector, probes))
+                start = metrics_endpoint.start(address, collector, probes, self._status)
+                endpoint.callback(start)
             self._listener.start()
             log.info("listening at unix://%s", self._listener.path)
             self.health.serves()
@@ -268,6 +271,11 @@ class Server:
             answer = Reloaded(differing)
         if connection is not None:
             self._send(connection, p.Report(msgspec.json.encode(answer)), None)
+
+    def _status(self) -> Status:
+        """On a thread of the metrics: describe the store."""
+        self.await_gauges()
+        return self.store.status()
 
     def await_gauges(self) -> None:
         """On a thread of the metrics: have the loop bring the gauges up to date."""

@@ -94,6 +94,7 @@ class Session(msgspec.Struct, eq=False):
     world: int
     process: Process | None = None  # of the scheduler half, or of a worker before that has come
     model: str = ""
+    warning: str = ""  # why it shares no blocks, as it began
     phase: Phase = Phase.JOINING
     scheduler: int | None = None
     workers: dict[int, int] = {}  # rank -> connection

@@ -170,7 +170,7 @@ class Sessions(dict[str, Session]):
         peers = None if namespace.layout.unnamed else self._peers
         here = "" if peers is None else peers.channel.address
         digest = namespace.layout.digest
-        warning = why_alone(namespace, self._namespaces.values())
+        warning = session.warning = why_alone(namespace, self._namespaces.values())
         welcome = p.Welcome(
             session.number, digest, side_channel=here, defer_ms=defer_ms, warning=warning
         )

@@ -29,6 +29,7 @@ from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import MakeTiers, Namespaces, Send, StoreContext
 from kvstore.store.session import Phase, Session, Writing
 from kvstore.store.sessions import Sessions
+from kvstore.store.status import EngineStatus, History, Status, engines_of, status_of
 from kvstore.store.tenants import Tenants
 from kvstore.store.tier_guard import Plugin
 from kvstore.wire import engine as p
@@ -39,7 +40,10 @@ from tiers.nvme import NvmeDisk
 log = logging.getLogger(__name__)
 
 BUG = "a bug of the store"
-QUERIES = ("stats", "clear", "resize", "reload", "source", "log-level", "quota", *DRAINS)
+QUERIES = (
+    *("stats", "status", "clear", "resize", "reload", "source", "log-level", "quota"),
+    *DRAINS,
+)
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
 
 OfPeers = p.Arrived | p.Target | p.BlocksWritten | p.Serves
@@ -73,6 +77,9 @@ class Store:
             *((PEER,) if config.peer else ()),
         )
         self.numbers.start(self._tier_names)
+        self._history = History(self.numbers)
+        self._engines: list[EngineStatus] = []  # as gauges: never changed, but replaced
+        self.not_ready: Callable[[], Sequence[str]] = tuple  # says why not
         self._send = send
         self._now_ns = 0
         self._said = RateLog(log, lambda: self._now_ns)
@@ -193,6 +200,7 @@ class Store:
     def on_tick(self, now_ns: int) -> None:
         """After every batch of messages, and at least a few times a second."""
         self._now_ns = now_ns
+        self._history.tick(now_ns)
         visited = self.namespaces.visited(now_ns)
         with self._around_extents:
             for connection in self._memory.tick(self.namespaces, visited, now_ns):
@@ -460,6 +468,9 @@ class Store:
             answer = self.source
         elif what == "quota":
             answer = list(self.tenants.every())
+        elif what == "status":
+            self.refresh_gauges()
+            answer = self.status()
         else:
             self.refresh_gauges()
             answer = [[*key, value] for key, value in sorted(self.numbers.values().items())]
@@ -478,6 +489,14 @@ class Store:
             if self._peers is not None:
                 found |= self._peers.gauges()
             self.numbers.gauges = found
+            self._engines = engines_of(self.sessions.values(), self.sessions.processes)
+
+    def status(self) -> Status:
+        """Describe the store as of the last look at its gauges; on any thread."""
+        uptime_s = self._history.uptime_s(self._now_ns)
+        values, samples = self.numbers.values(), self._history.samples
+        reasons = self.not_ready()
+        return status_of(values, self._tier_names, self._engines, reasons, samples, uptime_s)
 
     def end_sessions(self) -> None:
         """Tell every engine that the store is shutting down."""
