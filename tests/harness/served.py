@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -148,11 +149,12 @@ class Served:
         assert psutil.Process(self.store.pid).status() != psutil.STATUS_ZOMBIE, self.log
         with self._in_time("stats"):
             found = admin.stats(self.store.address, timeout_s=WAIT_S)
-        return {
-            f"{stat.name}{{{stat.labels.get('state') or stat.labels.get('event', '')}}}": stat.value
-            for stat in found
-            if stat.labels.get("tier") == "nvme"
-        }
+        numbers: Counter[str] = Counter()  # namespaces are added up
+        for stat in found:
+            if stat.labels.get("tier") == "nvme":
+                label = stat.labels.get("state") or stat.labels.get("event", "")
+                numbers[f"{stat.name}{{{label}}}"] += stat.value  # type: ignore[assignment]
+        return dict(numbers)
 
     @property
     def state(self) -> str:
