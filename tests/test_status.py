@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from setuptools.dist import Distribution
 
@@ -93,13 +94,21 @@ def test_Q43_commands_find_the_store_at_its_default_socket(
 
 def used(store: LiveStore, live: Any, hit: int = 60) -> None:  # noqa: ANN401 - an engine
     """Store three blocks, and look up a hundred tokens."""
+    before = admin.status(store.path)
     live.put(hashes(3))
     missed = {"never_seen": 100 - hit}
     live.scheduler.send(
         p.Step((), lookup_tokens=100, hit_tokens={"cpu": hit}, missed_tokens=missed)
     )
-    eventually(lambda: admin.status(store.path).since_start.looked_up >= 100)
-    eventually(lambda: admin.status(store.path).models[0].blocks.get("nvme") == 3)
+
+    def done() -> bool:
+        now = admin.status(store.path)
+        memory, disk = now.tiers
+        tokens = now.since_start.since(before.since_start)
+        stored_bytes = memory.stored_bytes - before.tiers[0].stored_bytes
+        return (tokens.looked_up, stored_bytes, disk.stored_bytes) == (100, 3 << 20, 3 << 20)
+
+    eventually(done)
 
 
 def test_Q44_Q48_status_says_how_a_store_is_in_words_and_as_one_object(watched: Watched) -> None:
@@ -185,6 +194,16 @@ def test_Q45_what_is_wrong_is_named_with_what_to_do(
     ):
         assert line.startswith(f"  {what}")
         assert todo in line
+
+
+def test_Q48_a_number_of_an_engine_that_is_none_is_0() -> None:
+    for tokens, expected in (("16", 16), ("9" * 90, 0), ("-1", 0), ("many", 0)):
+        info: dict[tuple[str, ...], float] = {
+            ("kvstore_namespace_info", "ns", "model", "dtype", tokens, "4096"): 1
+        }
+        found = status_of(info, ["cpu"], [], [], (), 1.0)
+        as_json = json.loads(msgspec.json.encode(found))
+        assert as_json["models"][0]["block_tokens"] == expected
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ MINUTE_S = 60
 OLD_S = 5.0  # of a queue; lookups wait for [engine] promote at most, 2 s by default
 STALLED_S = 1.0  # of a disk call
 TOLD_MAX = 100  # characters of a text that an engine has told
+DIGITS_MAX = 18  # of a number that an engine has told
 _LABELS = {spec.name: spec.labels for spec in TABLE}
 
 
@@ -155,22 +156,19 @@ class _Read:
     """Sums of the store's numbers."""
 
     def __init__(self, values: Mapping[tuple[str, ...], float]) -> None:
-        self._rows: dict[str, list[tuple[tuple[str, ...], float]]] = defaultdict(list)
+        # By metric: label values, and the number.
+        self.rows: dict[str, list[tuple[tuple[str, ...], float]]] = defaultdict(list)
         for (name, *labels), value in values.items():
-            self._rows[name].append((tuple(labels), value))
+            self.rows[name].append((tuple(labels), value))
 
     def by(self, label: str, name: str, **wanted: str) -> dict[str, int]:
         """Add up a metric's values by one of its labels; wanted: those of other labels."""
         at, found = _LABELS[name].index(label), Counter[str]()
         where = [(_LABELS[name].index(other), value) for other, value in wanted.items()]
-        for labels, value in self._rows[name]:
+        for labels, value in self.rows[name]:
             if all(labels[place] == expected for place, expected in where):
                 found[labels[at]] += int(value)
         return found
-
-    def rows(self, name: str) -> list[tuple[tuple[str, ...], float]]:
-        """Return a metric's label values and numbers."""
-        return self._rows[name]
 
 
 def _tokens(values: Mapping[tuple[str, ...], float], seconds: float) -> Tokens:
@@ -198,19 +196,13 @@ def engines_of(
         pid, uid = session.process or (None, None)
         pids = [processes.get(session.workers[rank], (0,))[0] for rank in sorted(session.workers)]
         namespace = session.namespace
+        digest = "" if namespace is None else namespace.layout.digest[:12]
         found.append(
             EngineStatus(
-                name=told(session.engine),
-                model=told(session.model),
-                namespace="" if namespace is None else namespace.layout.digest[:12],
-                phase=session.phase.value,
-                pid=pid or None,
-                uid=uid,
-                ranks=session.world,
-                worker_pids=[worker or None for worker in pids],
-                warning=session.warning,
+                told(session.engine), told(session.model), digest, session.phase.value, pid or None,
+                uid, session.world, [worker or None for worker in pids], session.warning,
             )
-        )
+        )  # fmt: skip
     return sorted(found, key=lambda engine: (engine.model, engine.pid or 0))
 
 
@@ -228,7 +220,7 @@ def status_of(
     before = [each for each in history if each.seconds <= uptime_s - MINUTE_S]
     first = before[-1:] or history[:1] or (Tokens(0.0, 0, {}),)
     tiers = [_tier(read, name) for name in tier_names]
-    waits = {labels[0]: value for labels, value in read.rows("kvstore_queue_seconds")}
+    waits = {labels[0]: value for labels, value in read.rows["kvstore_queue_seconds"]}
     return Status(
         version=__version__,
         uptime_s=uptime_s,
@@ -257,7 +249,7 @@ def _tier(read: _Read, name: str) -> TierStatus:
     states = [
         state for state, is_so in read.by("state", "kvstore_tiers", tier=name).items() if is_so
     ]
-    waits = [value for labels, value in read.rows("kvstore_queue_seconds") if labels == (name,)]
+    waits = [value for labels, value in read.rows["kvstore_queue_seconds"] if labels == (name,)]
     budget = read.by("state", "kvstore_write_budget_bytes", tier=name)
     return TierStatus(
         name=name,
@@ -275,7 +267,7 @@ def _tier(read: _Read, name: str) -> TierStatus:
 
 def _models(read: _Read) -> list[ModelStatus]:
     """Describe the namespaces; those with most blocks come first, and others may be left out."""
-    info = {labels[0]: labels[1:] for labels, _ in read.rows("kvstore_namespace_info")}
+    info = {labels[0]: labels[1:] for labels, _ in read.rows["kvstore_namespace_info"]}
     in_memory = read.by("namespace", "kvstore_slots", state="used")
     on_disk = read.by("namespace", "kvstore_tier_slots", tier=NVME, state="used")
     looked_up, hit, pinned, leases = (
@@ -290,12 +282,17 @@ def _models(read: _Read) -> list[ModelStatus]:
             blocks[NVME] = on_disk[namespace]
         found.append(
             ModelStatus(
-                namespace, model, dtype, int(tokens) if tokens.isdecimal() else 0, int(size),
+                namespace, model, dtype, _number(tokens), int(size),
                 blocks, looked_up[namespace], hit[namespace], pinned[namespace], leases[namespace],
             )
         )  # fmt: skip
     found.sort(key=lambda each: (-sum(each.blocks.values()), each.namespace))
     return found[:NAMESPACES_MAX]
+
+
+def _number(text: str) -> int:
+    """Read a number that an engine has told; 0 for what is none, or too large for JSON."""
+    return int(text) if text.isdecimal() and len(text) < DIGITS_MAX else 0
 
 
 _LOG = "see the store's log"
@@ -356,7 +353,7 @@ def _findings(
     ]
     found += [
         (f"tier {tier}: no {call} has returned for {seconds:.0f} s", _TODO["slow"])
-        for (tier, call), seconds in read.rows("kvstore_tier_stalled_seconds")
+        for (tier, call), seconds in read.rows["kvstore_tier_stalled_seconds"]
         if seconds > STALLED_S
     ]
     for engine in engines:
