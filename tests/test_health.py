@@ -89,7 +89,7 @@ def test_Q15_a_store_that_serves_is_alive_and_ready(serving: Port) -> None:
         assert json.loads(body) == {"ok": True, "reasons": []}
 
 
-@pytest.mark.parametrize("path", ["//", "/metric", "/metrics/", "/favicon.ico", "/status.html"])
+@pytest.mark.parametrize("path", ["/status", "/metric", "/metrics/", "/status.html"])
 def test_Q15_other_paths_are_not_there(serving: Port, path: str) -> None:
     assert serving.get(path) == (404, b"pages: /, /status.json, /metrics, /healthz, /readyz\n")
 
