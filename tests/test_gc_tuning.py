@@ -76,6 +76,8 @@ def test_a_store_collects_young_objects_only_before_it_serves(
 
         def stop(self, *_: object) -> None: ...
 
+        def hang_up(self, *_: object) -> None: ...
+
         def run(self) -> None:
             done.append("served")
 
