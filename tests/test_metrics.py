@@ -123,7 +123,7 @@ def test_names_and_helps_follow_the_rules() -> None:
 def test_M3_no_label_can_take_any_value() -> None:
     allowed = {"tier", "outcome", "reason", "event", "namespace", "direction", "state", "phase"}
     allowed |= {"call", "le", "what", "model", "dtype", "block_tokens", "block_bytes"}
-    allowed |= {"cause", "queue", "version", "protocol"}
+    allowed |= {"cause", "queue", "version", "protocol", "tenant"}
     assert {label for spec in TABLE for label in spec.labels} <= allowed
     assert len({spec.name for spec in TABLE}) == len(TABLE)
 
