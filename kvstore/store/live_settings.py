@@ -167,9 +167,13 @@ class LiveSettings:
             self._refuse_small(capacity_bytes)
             nvme = config.nvme
             config = msgspec.structs.replace(_at_capacity(self._whole, capacity_bytes), nvme=nvme)
-        elif tier != NVME or config.nvme is None:
-            have = MEMORY if config.nvme is None else f"{MEMORY} or {NVME}"
-            raise ConfigError(f"resize of {tier!r}, expected {have}: there is no such tier")
+        elif tier != NVME:
+            raise ConfigError(f"resize of {tier!r}, expected {MEMORY} or {NVME}")
+        elif config.nvme is None:
+            raise ConfigError(
+                "expected [nvme] in the store's configuration, found none;"
+                " add it and start the store again"
+            )
         elif not DISK_BYTES_MIN <= capacity_bytes <= DISK_BYTES_MAX:
             least, most = sized(DISK_BYTES_MIN), sized(DISK_BYTES_MAX)
             found = f"found {capacity_bytes} bytes"
