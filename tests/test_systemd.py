@@ -231,6 +231,7 @@ def test_Q18_the_unit_file_leaves_a_store_little_to_do_harm_with() -> None:
 
 
 def test_Q18_the_unit_file_is_in_agreement_with_the_store() -> None:
+    assert setting("ExecReload") == "/bin/kill -HUP $MAINPID"
     assert setting("Type") == "notify"
     program, *arguments = shlex.split(setting("ExecStart"))
     assert Path(program).name == "kvstore"
