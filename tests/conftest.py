@@ -3,6 +3,8 @@
 import importlib.util
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +38,12 @@ class ByFile(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         path: str = nodeid.partition("::")[0]
         return ENGINES if path.startswith(ENGINES) else path
+
+
+def pytest_configure() -> None:
+    """Have processes that tests start hear Ctrl-C, also where a shell runs us in the background."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
