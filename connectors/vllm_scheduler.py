@@ -226,20 +226,21 @@ class SchedulerSide:
                 log.warning("kvstore: requests with LoRA adapters are neither stored nor loaded")
                 self._warned_of_adapters = True
             return
-        transfer = transfer_of(request) if self._hands_over else None
+        policy = self._policy_of(request)
+        handed = self._hands_over and policy is not NOTHING  # not without its tenant or its tiers
+        transfer = transfer_of(request) if handed else None
         if self._states and is_handed_over(transfer):
             leave_out_last(request, self._tokens.hash_tokens)
         cached = cached_tokens(self.manager, request) if transfer else 0
         reads = not request.skip_reading_prefix_cache
         wanted = request.sampling_params
         repeatable = wanted is None or (wanted.seed is None and wanted.prompt_logprobs is None)
-        policy = self._policy_of(request)
         self.half.on_new_request(
             request, transfer, cached, reads=reads, repeatable=repeatable, policy=policy
         )
 
     def _policy_of(self, request: Request) -> RequestPolicy:
-        """Return a request's limits; with wrong ones nothing of it is loaded or stored."""
+        """Return a request's limits; with wrong ones nothing is loaded, stored or handed over."""
         try:
             return policy_of(request.kv_transfer_params, self._policy)
         except ConfigError as exc:

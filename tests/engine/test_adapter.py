@@ -130,6 +130,20 @@ def run(connector: Any, request: Any) -> Any:
     return connector.script.step(request, 32, TABLE)
 
 
+def test_Q40_a_request_with_wrong_limits_is_not_handed_over(connector: Any) -> None:
+    """It would be stored without its tenant, and on a disk that it wants to keep off."""
+    from vllm.v1.request import RequestStatus
+
+    request = request_of(33, HANDED | {"tenant": "a", "kv_store_tiers": "x"})
+    meta = run(connector, request)
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    _, params = connector.request_finished_all_groups(request, TABLE)
+    connector.script.step()
+    assert params is None
+    assert not meta.stores
+    assert not any(step.handed_over for step in connector.script.steps())
+
+
 @pytest.mark.parametrize("status", ["ABORTED", "IGNORED", "ERROR", "STOPPED", "LENGTH_CAPPED"])
 def test_B10_only_a_request_that_ended_by_itself_is_handed_over(
     connector: Any, status: str
