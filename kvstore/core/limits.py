@@ -43,7 +43,7 @@ REQUESTS_MAX = 1 << 16  # requests that run for others, or are held for them
 LEASE_MS_MAX = 86_400_000  # a day
 KINDS_MAX = 64  # names that one message counts under
 NAME_MAX = 256  # characters
-TENANTS_MAX = 256  # of a store; blocks of others are nobody's
+TENANTS_MAX = 256  # of a store; blocks of further tenants count for none
 TEXT_MAX = 4096
 PORT_MAX = 65535
 

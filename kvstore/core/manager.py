@@ -44,7 +44,7 @@ from kvstore.core.types import BlockKey, Chain, Changes, GroupRule, LeaseId, Slo
 _WRITING, _COMING, _READY, _DROPPED = State  # a member of an enum takes 0.1 us to read
 _HERE = (_READY, _COMING)
 _STORED = StoreOutcome.STORED
-_SAMPLED = 4  # of the blocks that one call evicts, whose age and idle time are told
+_SAMPLED = 4  # blocks of one eviction whose age and idle time are recorded
 _SWEEP_MAX = 4096  # blocks that one call looks at when slots are taken away
 QUOTA_SLICE = 256  # blocks that one call takes from a tenant that has too much
 CLEAR_MAX = 1024  # cleared blocks whose slots one call gives back

@@ -67,10 +67,10 @@ class TenantOrder:
         self._orders: dict[bytes, _Order] = {}  # by tag
         self._touched = self._epoch = 0
         self._blocks = blocks
-        self.exceeded = False  # somebody may have more than a quota
+        self.exceeded = False  # a tenant may be beyond its quota
 
     def add(self, tag: bytes, share: Share, *, empty: bool) -> None:
-        """Have an order of its own for a tenant. empty: there is no block, whoever's."""
+        """Give a tenant its own order. empty: the index holds no block yet."""
         if tag not in self._orders:
             self._orders[tag] = _Order(share, TABLES if empty else 0)
 

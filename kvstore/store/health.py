@@ -1,4 +1,4 @@
-"""Whether the store is alive and ready: what HTTP probes ask, and what systemd is told.
+"""Whether the store is alive and ready: what HTTP probes and systemd learn.
 
 Alive: its loop turns. Ready: it takes engines, and each tier of its configuration works, for
 reading at least.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from kvstore.systemd import Systemd
 
 STILL_S = 5.0  # of a turn; honest ones take milliseconds
-_STATUS_NS = 1_000_000_000  # between two looks at what systemd is told
+_STATUS_NS = 1_000_000_000  # between two status lines for systemd
 _WORDS = {
     "loading": "tier {} is reading its index",
     "read_only": "tier {} is read only",
