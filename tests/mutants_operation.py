@@ -221,6 +221,9 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "self._untold_tenants = sorted(self._tenants)",
         ),
     ),
+    "connectors/vllm_scheduler.py": (
+        ("engine/adapter -k Q40_a_request", " and policy is not NOTHING", ""),
+    ),
     "connectors/request_policy.py": (
         (
             "request_policy -k Q34_the_tighter",
