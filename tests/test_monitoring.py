@@ -30,18 +30,20 @@ from tests.harness.faults import Call, Faults
 from tests.harness.live import LiveEngine, LiveStore, client, engine, eventually, store_settings
 from tests.harness.pages import ROOT, text
 from tests.harness.peers import address
-from tests.harness.prometheus import Prometheus, found_program, prometheus
+from tests.harness.prometheus import WAIT_S, Prometheus, found_program, prometheus
 
 RULES = ROOT / "deploy" / "prometheus" / "kvstore.rules.yaml"
 DASHBOARD = "deploy/grafana/kvstore.json"
 PAGE = "docs/operate/monitoring.md"
 # Tests have no half hour: the rules that Prometheus loads here have these ranges instead of the
 # ones in the file, and every `for` is 0 s. The file's own are in kvstore.rules.test.yaml.
-RANGES = {"5m": "10s", "10m": "60s", "30m": "4s", "1h": "60s", "1d": "60s"}
+RANGES = {"5m": "10s", "10m": "60s", "30m": "4s", "1h": "60s", "1d": "10m"}
 VARIABLES = {"$__rate_interval": "60s", "$instance": ".*", "$namespace": ".*"}
 BUDGET = 'write_budget = "1TiB"'
 DISK = '[nvme]\npath = "{}"\ncapacity = "256MiB"\nextent = "4MiB"\ndurability = "10ms"\n' + BUDGET
 LATE = ("KvstoreQueueOld", "slow")  # fires 20 s after its cause: waited for before that store ends
+# Their ranges are so short here that a machine under load may not scrape twice within one.
+AGAIN = {("KvstoreMemoryShort", "plain"), ("KvstoreHitRateCollapsed", "peer")}
 TWO = {"capacity": "32MiB", "extent": "16MiB"}  # room for two models
 SMALL = 256 << 10  # bytes of a block
 
@@ -209,7 +211,7 @@ class Site:
         self._on_disk.put(hashes(12, "more"))
 
     def _miss(self, _: ExitStack) -> None:
-        tell(self._engines["peer"], 0, {"never_seen": 8_000})
+        tell(self._engines["peer"], 0, {"never_seen": 2_000})
 
     def _call_nobody(self, _: ExitStack) -> None:
         host, port = address(self._stores["peer"]).split(":")
@@ -220,11 +222,13 @@ class Site:
         until.enter_context(self._faults.of(Call.ALL, error=5))
 
     def _restart(self, _: ExitStack) -> None:
-        for _turn in range(2):
+        where = f'instance="127.0.0.1:{self._ports["disk"]}"'
+        for turn in range(2):
             psutil.Process(self._disk.pid).kill()
             self._disk.stop()
             self._ends.enter_context(self._disk)
-            self.watch.seen(1)
+            starts = f"changes(process_start_time_seconds{{{where}}}[10m]) > {turn}"
+            self.watch.wait_for(starts, "a start that Prometheus sees")
 
     def _hang(self, until: ExitStack) -> None:
         until.enter_context(self._faults.of(Call.ALL, hang=True))
@@ -312,7 +316,12 @@ def test_Q7_every_alert_fires_when_its_fault_happens_and_not_before(site: Site) 
         with ExitStack() as until:
             for cause in group.values():
                 cause(until)
-            eventually(lambda: site.fired() >= group.keys() - {LATE})  # noqa: B023
+            end = time.monotonic() + WAIT_S
+            while silent := group.keys() - {LATE} - site.fired():
+                assert time.monotonic() < end, f"did not fire: {silent}"
+                time.sleep(0.5)
+                for alert in silent & AGAIN:
+                    group[alert](until)
     assert {alert for alert, _ in site.fired()} == alerts().keys()
 
 
