@@ -100,7 +100,7 @@ test-long-handover: $(READY) ## part of test-long: hand-overs between real engin
 sim: $(READY) ## SEEDS=n simulated worlds (20000) on all cores, from seed FIRST (0)
 	@$(PY) -m tests.sim $(FIRST) --seeds $(SEEDS)
 
-mutants: $(READY) ## take out lines that keep promises, one at a time: tests must fail
+mutants: $(READY) ## take out lines that keep promises, one in each run: tests must fail
 	@$(PY) -m tests.mutants
 
 fuzz: $(READY) ## MESSAGES=n wrong messages (10000000) on all cores, from seed FIRST (0)

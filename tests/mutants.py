@@ -1,21 +1,23 @@
 """Lines that keep a promise, taken out one at a time: some test has to fail for each.
 
-    python -m tests.mutants [--list] [WORD ...]
+    python -m tests.mutants [--list] [--workers N] [WORD ...]
 
-Each runs in a copy of the working tree; only those whose file or tests have every WORD in their
-name, if any is given. It ends with 1 when a line went that no test missed.
+Each runs in a copy of the working tree, N (2) at one time; only those whose file or tests have
+every WORD in their name, if any is given. It ends with 1 when a line went that no test missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -655,11 +657,23 @@ def run(mutant: Mutant, folder: Path) -> str:
     return f"no test failed: {last[0] if last else done.returncode}"
 
 
+def copy_tree(folder: Path) -> None:
+    """Copy what mutants and their tests need."""
+    for copied in _COPIED:
+        source = ROOT / copied
+        if source.is_dir():
+            skipped = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, folder / copied, ignore=skipped)
+        elif source.exists():
+            shutil.copy(source, folder)
+
+
 def main() -> None:
     """Run those that are named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", metavar="WORD", help="what the names have to contain")
     parser.add_argument("--list", action="store_true", help="name them, and run none")
+    parser.add_argument("--workers", type=int, default=2, help="how many run at one time (2)")
     args = parser.parse_args()
     chosen = [m for m in MUTANTS if all(word in str(m) for word in args.words)]
     if args.list:
@@ -667,23 +681,28 @@ def main() -> None:
         return
     if not chosen:
         sys.exit(f"none of {len(MUTANTS)} has {' '.join(args.words)!r} in its name; see --list")
-    wrong = 0
-    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
-        folder = Path(name)
-        for copied in _COPIED:
-            source = ROOT / copied
-            if source.is_dir():
-                skipped = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(source, folder / copied, ignore=skipped)
-            elif source.exists():
-                shutil.copy(source, folder)
-        for number, mutant in enumerate(chosen, 1):
-            began = time.monotonic()
-            found = run(mutant, folder)
-            wrong += bool(found)
-            took_s = time.monotonic() - began
-            counted = f"{number}/{len(chosen)} {took_s:4.0f} s"
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-") as name,
+        ThreadPoolExecutor(args.workers) as pool,
+    ):
+        free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(args.workers):
+            folder = Path(name) / str(number)
+            folder.mkdir()
+            copy_tree(folder)
+            free.put(folder)
+
+        def judge(number: int, mutant: Mutant) -> str:
+            folder, began = free.get(), time.monotonic()
+            try:
+                found = run(mutant, folder)
+            finally:
+                free.put(folder)
+            counted = f"{number}/{len(chosen)} {time.monotonic() - began:4.0f} s"
             print(f"{counted}  {mutant}  {found or 'noticed'}", flush=True)
+            return found
+
+        wrong = sum(map(bool, pool.map(judge, range(1, len(chosen) + 1), chosen)))
     if wrong:
         sys.exit(f"{wrong} of {len(chosen)} lines went and no test missed them")
 
