@@ -16,6 +16,7 @@ from connectors.kv_transfer_params import NO_REMOTE
 from connectors.partial_block import query_for
 from connectors.request_state import NO_QUERY, Phase, TrackedRequest
 from connectors.store_client import Grant, StoreClient
+from kvstore.core import limits
 from kvstore.wire import engine as p
 
 IDLE_WAIT_S = 0.001
@@ -122,6 +123,17 @@ class RequestLookups:
         if tracked.ask:
             tracked.phase, tracked.query = Phase.ASKED, query
             self._events.asked(tracked.request, query.hashes[: query.own])
+
+    def pin(self, tracked: TrackedRequest) -> None:
+        """Have the store keep a request's prompt in memory, or what was kept before no longer."""
+        policy, scope = tracked.policy, self._scope + tracked.tag
+        if policy.unpin:
+            self._client.pin(p.Prefix(policy.unpin, scope=scope))
+        if policy.pin:
+            width = self._geometry.hash_bytes
+            query = query_for(self._geometry, tracked.request, NO_REMOTE)
+            hashes = b"".join(query.hashes[: limits.PIN_BYTES_MAX // width])
+            self._client.pin(p.Prefix(policy.pin, hashes, width, scope))
 
     def answer(self, tracked: TrackedRequest, *, idle: bool) -> Grant | None:
         """Return a request's answer, waiting for it within this step's budget.

@@ -61,6 +61,7 @@ READERS: dict[str, Reader] = {
     "offload_prompt_only": flag,
     "tenant": read_tenant,
 }
+_READERS = {**READERS, "kv_pin": read_tenant, "kv_unpin": read_tenant}  # of a request alone, too
 
 
 class RequestPolicy(NamedTuple):
@@ -68,7 +69,8 @@ class RequestPolicy(NamedTuple):
 
     load_tokens: that are loaded at most, beyond those that the engine has itself. store_tokens: how
     many of its first ones are stored at most. prompt_only: what it generates is not stored. tenant:
-    whose blocks it finds and stores; none: those of engines and requests that name no tenant.
+    whose blocks it finds and stores; none: those of engines and requests that name no tenant. pin:
+    the name under which its prompt stays in memory; unpin: what stays no longer.
     """
 
     load_tokens: int = TOKENS_MAX
@@ -77,6 +79,8 @@ class RequestPolicy(NamedTuple):
     store_in: Tiers = Tiers()
     prompt_only: bool = False
     tenant: str = ""
+    pin: str = ""
+    unpin: str = ""
 
     def within(self, other: RequestPolicy) -> RequestPolicy:
         """Return the tighter of both, limit by limit; other's tenant if this one names none."""
@@ -87,6 +91,8 @@ class RequestPolicy(NamedTuple):
             Tiers(*map(min, self.store_in, other.store_in)),
             self.prompt_only or other.prompt_only,
             self.tenant or other.tenant,
+            self.pin,
+            self.unpin,
         )
 
     @property
@@ -115,6 +121,8 @@ _FIELDS = {
     "kv_store_tiers": "store_in",
     "offload_prompt_only": "prompt_only",
     "tenant": "tenant",
+    "kv_pin": "pin",
+    "kv_unpin": "unpin",
 }
 
 
@@ -130,7 +138,7 @@ def policy_of(params: Mapping[str, Any] | None, engine: RequestPolicy = NO_LIMIT
     for name in _FIELDS:
         try:
             if params.get(name) is not None:
-                found[name] = READERS[name](params[name], {})
+                found[name] = _READERS[name](params[name], {})
         except ConfigError as exc:
             problems.append(f"{name}: {exc}")
     if problems:

@@ -134,6 +134,7 @@ class SchedulerHalf:
         if not self._hand_overs.is_running(request.request_id):
             tracked.store_tokens = policy.stored_tokens(request.num_tokens)
         self._lookups.ask(tracked)
+        self._lookups.pin(tracked)
 
     def limits_refused(self) -> None:
         """Count a request whose limits are wrong."""

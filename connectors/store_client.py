@@ -222,6 +222,7 @@ class StoreClient:
         self._remote_releases: list[p.Unwanted] = []
         self._tenants: set[str] = set()  # of requests
         self._untold_tenants: list[str] = []  # the store has not heard of them
+        self._pins: list[p.Prefix] = []
         self._readable_blocks: list[p.EngineBlocks] = []
         self._versions: BlockVersions | None = None
         self._usage_tokens = 0
@@ -317,6 +318,11 @@ class StoreClient:
             self._tenants.add(name)
             self._untold_tenants.append(name)
 
+    def pin(self, prefix: p.Prefix) -> None:
+        """Have the store keep a prefix in memory, or no longer; while not attached, once it is."""
+        self._pins.append(prefix)
+        del self._pins[: -limits.PINS_MAX]
+
     def report_hand_over(self, state: p.HandedOver) -> None:
         """Tell the store the state of a request that another engine continues."""
         if self.session:
@@ -406,6 +412,7 @@ class StoreClient:
                 engine_blocks=_take(self._readable_blocks, _fitting(self._readable_blocks)),
                 unstored=_take(self._unstored),
                 tenants=_take(self._untold_tenants),
+                pins=_take(self._pins, _fitting(self._pins)),
             )
             if step == _NOTHING:
                 self._link.flush()
@@ -494,7 +501,7 @@ def _take(queue: list[T], count: int | None = None) -> tuple[T, ...]:
     return taken
 
 
-def _fitting(queue: Sequence[p.Lookup | p.HandedOver | p.EngineBlocks]) -> int:
+def _fitting(queue: Sequence[p.Lookup | p.HandedOver | p.EngineBlocks | p.Prefix]) -> int:
     """Count the first of these that are STEP_BYTES together; one in any case."""
     size = 0
     for count, item in enumerate(queue):
@@ -504,7 +511,7 @@ def _fitting(queue: Sequence[p.Lookup | p.HandedOver | p.EngineBlocks]) -> int:
     return len(queue)
 
 
-def _bytes_of(item: p.Lookup | p.HandedOver | p.EngineBlocks) -> int:
+def _bytes_of(item: p.Lookup | p.HandedOver | p.EngineBlocks | p.Prefix) -> int:
     if isinstance(item, p.EngineBlocks):
         return sum(map(len, item.keys)) + len(item.slots) + 2 * len(item.blocks)
     return len(item.hashes)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,6 +27,9 @@ from kvstore.model_size import BYTES_OF, STATE_DTYPES
 from kvstore.units import one_line
 from kvstore.wire.credentials import read_user
 from tiers.nvme.fsck_report import MEANINGS, Amount, FsckReport
+
+if TYPE_CHECKING:
+    from kvstore.store.pins import Pinned
 
 _SOCKET = "unix:///run/kvstore/kvstore.sock"
 log = logging.getLogger(__name__)
@@ -232,7 +236,23 @@ def _life_cycle(
     quota.add_argument("bytes", nargs="?", help='to this quota, such as "8GiB", or "none"')
     quota.add_argument("--floor", default="0B", help="what the tenant keeps (default: 0B)")
     quota.add_argument("--json", action="store_true", help="print a JSON list instead")
-    return resize, drain, reload, level, quota
+    return resize, drain, reload, level, quota, *_add_pins(add)
+
+
+def _add_pins(add: Callable[..., argparse.ArgumentParser]) -> tuple[argparse.ArgumentParser, ...]:
+    text = "show the prefixes that stay in memory, or pin those of a file again"
+    example = f"kvstore pin --json --store {_SOCKET} > pins.json"
+    pin = add("pin", text, example, f"kvstore pin pins.json --store {_SOCKET}")
+    pin.add_argument("file", nargs="?", type=Path, help="what `kvstore pin --json` has printed")
+    pin.add_argument("--json", action="store_true", help="print a JSON list instead")
+    text = "let go of a pinned prefix"
+    unpin = add("unpin", text, f"kvstore unpin system-prompt --store {_SOCKET}")
+    unpin.add_argument("name", help="the pin's name, as `kvstore pin` shows it")
+    text = "read prefixes from disk into memory, before they are asked for"
+    warm = add("warm", text, f"kvstore warm pins.json --store {_SOCKET}")
+    warm.add_argument("file", type=Path, help="what `kvstore pin --json` has printed")
+    warm.add_argument("--json", action="store_true", help="print a JSON list instead")
+    return pin, unpin, warm
 
 
 def _user(text: str) -> int:
@@ -571,6 +591,65 @@ def _quota(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _pin(chosen: argparse.Namespace) -> int:
+    from kvstore.printing import output, table
+    from kvstore.store import admin
+    from kvstore.units import sized
+
+    for wanted in () if chosen.file is None else _pins_in(chosen.file):
+        admin.pin(chosen.store, wanted, chosen.user)
+    found = admin.pins(chosen.store, chosen.user)
+    if chosen.json:
+        _print_json(found)
+        return 0
+    shown = table("name", "tenant", "model", "namespace", "blocks>", "of>", "size>")
+    for each in found:
+        blocks, asked = f"{each.blocks:,}", f"{each.asked:,}"
+        named = each.name, each.tenant, each.model, each.namespace[:12]
+        shown.add_row(*named, blocks, asked, sized(each.bytes))
+    output().print(shown)
+    return 0
+
+
+def _unpin(chosen: argparse.Namespace) -> int:
+    from kvstore.store import admin
+
+    left = admin.unpin(chosen.store, chosen.name, chosen.user)
+    print(f"{chosen.name} may leave memory from now on; {len(left)} pins are left")
+    return 0
+
+
+def _warm(chosen: argparse.Namespace) -> int:
+    from kvstore.printing import share
+    from kvstore.store import admin
+
+    wanted, found = _pins_in(chosen.file), list[dict[str, object]]()
+    with share() as tell:
+        for count, each in enumerate(wanted):
+            tell(count / len(wanted), each.name)
+            blocks = admin.warm(chosen.store, each, chosen.user)
+            asked = len(each.prefix.hashes) // max(1, each.width)
+            found.append({"name": each.name, "blocks": blocks, "asked": asked})
+    if chosen.json:
+        _print_json(found)
+    else:
+        for row in found:
+            print(f"{row['name']}: {row['blocks']:,} of {row['asked']:,} blocks in memory")
+    return 0
+
+
+def _pins_in(path: Path) -> list[Pinned]:
+    """Read what `kvstore pin --json` has printed. Raises ConfigError."""
+    from kvstore.store.pins import Pinned
+
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[Pinned])
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path}: expected what `kvstore pin --json` prints: {exc}") from exc
+
+
 def _log_level(chosen: argparse.Namespace) -> int:
     from kvstore.store import admin
 
@@ -616,7 +695,8 @@ def _keygen(chosen: argparse.Namespace) -> int:
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve, "check": _check, "size": _size, "status": _status, "top": _top,
     "stats": _stats, "clear": _clear, "resize": _resize, "reload": _reload, "drain": _drain,
-    "quota": _quota, "fsck": _fsck, "keygen": _keygen, "log-level": _log_level,
+    "quota": _quota, "pin": _pin, "unpin": _unpin, "warm": _warm, "fsck": _fsck,
+    "keygen": _keygen, "log-level": _log_level,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -194,6 +194,7 @@ class EngineConfig(Section, frozen=True):
     ]
     lease_ns: Annotated[int, Setting(duration(zero="no hit could be loaded"), "30s")]
     leased_bytes: Annotated[int, Setting(_read_part, "25%")]
+    pinned_bytes: Annotated[int, Setting(_read_part, "10%")]
     defer_ns: Annotated[int, Setting(duration(), "100ms")]
     promote_ns: Annotated[int, Setting(duration(), "2s")]
     promote_limit_ns: Annotated[int, Setting(duration(zero="no load could end"), "60s")]

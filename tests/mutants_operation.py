@@ -210,6 +210,40 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "order.share.used_bytes -= order.blocks * self._block_bytes",
         ),
     ),
+    "kvstore/store/pins.py": (
+        ("pins -k Q50_a_clear", "if not self._keys.isdisjoint(keys):"),
+        ("pins -k Q50_a_pinned", "self._pins.pop(named).release()", "self._pins.pop(named)"),
+        ("pins -k Q50_pins_have", "self._bytes_max - sum(map(self._bytes, others))", "1 << 40"),
+        ("pins -k Q50_pins_have", "// _OWN_PART - beside", "- beside"),
+        (
+            "pins -k Q50_a_tenants",
+            "room = min(room, share.quota_bytes - same)",
+        ),
+        (
+            "pins -k Q50_a_tenants",
+            "named = digest, prefix.scope, prefix.name",
+            'named = digest, b"", prefix.name',
+        ),
+        (
+            "pins -k Q50_blocks_that",
+            "pin.look_ns = None if whole else now_ns + waits_ns",
+            "pin.look_ns = None",
+        ),
+    ),
+    "kvstore/store/lookups.py": (
+        (
+            "pins -k Q51_after",
+            "namespace.tiering.promote(chain, found.blocks, found.below, now_ns)\n        return",
+            "pass\n        return",
+        ),
+    ),
+    "kvstore/store/namespace.py": (
+        (
+            "pins -k Q50_extents",
+            "return kept[mapping.first], on_credit[mapping.first]",
+            "return 0, on_credit[mapping.first]",
+        ),
+    ),
     "kvstore/store/tenants.py": (
         ("tenants_store -k Q41_tenants_are", " or len(self.names) >= limits.TENANTS_MAX", ""),
         ("tenants_store -k S2", "read_tenant(name, {})"),

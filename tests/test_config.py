@@ -92,7 +92,13 @@ def test_only_the_capacity_is_needed() -> None:
         ),
         config.CpuConfig(8 * GIB, GIB, None),
         config.EngineConfig(
-            512 * MIB, 30 * 10**9, 2 * GIB, 10**8, 2 * 10**9, promote_limit_ns=60 * 10**9
+            512 * MIB,
+            30 * 10**9,
+            2 * GIB,
+            8 * GIB // 10,
+            10**8,
+            2 * 10**9,
+            promote_limit_ns=60 * 10**9,
         ),
         None,
         (),

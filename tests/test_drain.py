@@ -43,6 +43,12 @@ def stored(store: LiveStore) -> int:
     return int(sum(n for key, n in counts.items() if key[::3] == ("kvstore_tier_blocks", "stored")))
 
 
+def gauge(store: LiveStore) -> float:
+    """What Prometheus hears of it."""
+    (found,) = (stat for stat in admin.stats(store.path) if stat.name == "kvstore_draining")
+    return found.value
+
+
 def refusal(store: LiveStore, name: str) -> p.Refused:
     with client(store) as worker:
         worker.send(p.Hello(p.VERSION, name, "worker", 0, 1, geometry=geometry()))
@@ -53,8 +59,10 @@ def test_Q24_new_engines_are_refused_with_a_reason_and_attached_ones_go_on(confi
     with LiveStore(config) as store, engine(store) as one:
         one.put(hashes(2))
         assert not store.server.store.draining
+        assert gauge(store) == 0
         found = state(store)
         assert store.server.store.draining
+        assert gauge(store) == 1
         assert (found.draining, found.engines, found.done) == (True, 1, False)
         refused = refusal(store, "new")
         assert refused.reason == drain.REFUSAL

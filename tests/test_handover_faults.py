@@ -148,6 +148,7 @@ def test_B20_an_exporter_that_is_killed_during_the_transfer(
     """Its store starts another one; whoever was moving something says Hello again."""
     prefill, decode = pair
     chain = computed(prefill, f"exporter {push} {whose}")
+    starts = pair[whose].numbers()["exporter_starts"]
     with nothing_left(prefill, decode):
         granted, frozen = under_way(pair, chain, push=push)
         signal_now(pair[whose].exporter, signal.SIGKILL)
@@ -158,6 +159,8 @@ def test_B20_an_exporter_that_is_killed_during_the_transfer(
         let_go(pair)
         decode.get_all(chain, prefill.address, push=push)
     goes_on(pair, f"exporter {push} {whose}")
+    told = pair[whose].numbers()
+    assert (told["exporter_starts"], told["exporter_up"]) == (starts + 1, 1)
 
 
 @both_ways

@@ -54,7 +54,7 @@ UNITS = (
     "sessions",
     "tiers",
 )
-NO_UNIT = {"events", "refused", "started", "ended", "open", "info"}
+NO_UNIT = {"events", "refused", "started", "ended", "open", "info", "starts", "up", "draining"}
 ROOT = Path(__file__).parent.parent
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -266,7 +266,7 @@ def test_Q20_sighup_reloads_and_ends_no_store(
         assert cli.main(["reload", "--store", store.address, "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert [each["setting"] for each in told] == [
-            *("cpu capacity", "engine credit", "engine leased"),
+            *("cpu capacity", "engine credit", "engine leased", "engine pinned"),
         ]
         assert told[0] == {
             "setting": "cpu capacity",

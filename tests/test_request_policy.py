@@ -13,6 +13,7 @@ from connectors.kv_transfer_params import Transfer
 from connectors.request_policy import NO_LIMITS, NOTHING, RequestPolicy, Tiers, policy_of
 from kvstore.config import Config
 from kvstore.core.errors import ConfigError
+from kvstore.core.limits import PINS_MAX
 from kvstore.core.types import GroupRule, make_key, tag_of
 from kvstore.store import admin
 from kvstore.wire import engine as p
@@ -311,3 +312,37 @@ def test_Q40_a_request_names_its_tenant_else_its_engine_does() -> None:
     for wrong in ("", "a" * 64, "a b", "-a", "ä", 3):
         with pytest.raises(ConfigError, match="tenant"):
             policy_of({"tenant": wrong})
+
+
+# Pins
+
+
+def test_Q50_a_request_pins_its_whole_blocks_under_its_tenants_names() -> None:
+    script, policy = Script(), policy_of({"kv_pin": "system", "kv_unpin": "old", "tenant": "one"})
+    script.client.detach("for the test")
+    script.half.on_new_request(Request("r", 40), policy=policy)
+    script.attach()
+    script.step()
+    script.half.on_new_request(Request("s", 40), policy=policy_of({"kv_unpin": "system"}))
+    script.step()
+    hashed = hashes(2)
+    assert [prefix for step in script.steps() for prefix in step.pins] == [
+        p.Prefix("old", scope=tag_of("one")),
+        p.Prefix("system", b"".join(hashed), len(hashed[0]), tag_of("one")),
+        p.Prefix("system"),
+    ]
+    with pytest.raises(ConfigError, match="kv_pin"):
+        policy_of({"kv_pin": ["system"]})
+    with pytest.raises(ConfigError, match="kv_pin"):
+        parse_extra({"cpu": "1GiB", "kv_pin": "system"})
+
+
+def test_Q50_an_engine_without_a_store_keeps_the_last_pins_only() -> None:
+    script = Script()
+    script.client.detach("for the test")
+    for number in range(PINS_MAX + 3):
+        script.client.pin(p.Prefix(str(number)))
+    script.attach()
+    script.step()
+    found = [prefix.name for step in script.steps() for prefix in step.pins]
+    assert found == [str(number) for number in range(3, PINS_MAX + 3)]

@@ -37,6 +37,7 @@ from kvstore.store.status import (
     History,
     ModelStatus,
     Status,
+    TenantStatus,
     TierStatus,
     Tokens,
     status_of,
@@ -141,7 +142,7 @@ def test_Q44_Q48_status_says_how_a_store_is_in_words_and_as_one_object(watched: 
 
 def test_every_field_of_the_object_is_explained() -> None:
     page = text("docs/operate/status.md").partition("## As JSON")[2]
-    for kind in (Status, Tokens, TierStatus, ModelStatus, EngineStatus, Finding):
+    for kind in (Status, Tokens, TierStatus, ModelStatus, EngineStatus, TenantStatus, Finding):
         missing = [name for name in kind.__struct_fields__ if f"`{name}`" not in page]
         assert not missing, kind
 

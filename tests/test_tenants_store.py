@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from kvstore import cli
 from kvstore.config import Config, parse
@@ -15,6 +16,7 @@ from kvstore.core.limits import TENANTS_MAX
 from kvstore.core.types import make_key, tag_of
 from kvstore.store import admin
 from kvstore.store.tenants import TenantShare
+from kvstore.store.top import words
 from kvstore.wire import engine as p
 from tests.harness.fakes import u32
 from tests.harness.live import LiveEngine, LiveStore, engine, eventually, store_settings
@@ -83,6 +85,17 @@ def test_Q41_quotas_of_the_configuration_hold_in_memory(tmp_path: Path) -> None:
         assert here(one, "b", "others", 6) == 6, "whose quota it is not"
         told = {tuple(stat.labels.values()): stat.value for stat in admin.stats(store.path)}
         assert told["a", "cpu", "quota"] == told["a", "cpu", "used"] == 5 * MIB
+        status = admin.status(store.path)
+        assert [msgspec.structs.astuple(each) for each in status.tenants] == [
+            ("a", "cpu", 5 * MIB, 5 * MIB, 0),
+            ("b", "cpu", 6 * MIB, None, 0),
+        ]
+        with (shown := Console(width=100)).capture() as printed:
+            shown.print(words(status))
+        *_, head, first, second = printed.get().splitlines()
+        assert head.split() == ["tenant", "tier", "used", "quota", "floor"]
+        assert first.split() == ["a", "cpu", "5", "MiB", "5", "MiB", "0", "B"]
+        assert second.split() == ["b", "cpu", "6", "MiB", "-", "0", "B"]
 
 
 def test_Q41_quotas_of_the_configuration_hold_on_disk(tmp_path: Path) -> None:

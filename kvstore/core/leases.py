@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -23,6 +23,8 @@ from kvstore.core.errors import check
 from kvstore.core.index import Entry, State
 from kvstore.core.types import LeaseId
 
+PINS = -1  # owns leases that no engine has
+NEVER_NS = 1 << 62  # a deadline that no clock reaches
 _COMING = State.COMING
 
 
@@ -191,6 +193,12 @@ class LeaseBook:
     def of_owner(self, owner: int) -> list[LeaseId]:
         """List an owner's leases."""
         return [lease.lease_id for lease in self._leases.values() if lease.owner == owner]
+
+    def held_by(self, owner: int) -> Iterator[Entry]:
+        """Go through the blocks of an owner's leases."""
+        for lease in self._leases.values():
+            if lease.owner == owner:
+                yield from lease.entries
 
     def due(self, now_ns: int) -> list[LeaseId]:
         """Take the leases whose deadline has passed; they still have to be ended."""

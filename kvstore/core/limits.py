@@ -44,6 +44,8 @@ LEASE_MS_MAX = 86_400_000  # a day
 KINDS_MAX = 64  # names that one message counts under
 NAME_MAX = 256  # characters
 TENANTS_MAX = 256  # of a store; blocks of further tenants count for none
+PINS_MAX = 256  # of a store
+PIN_BYTES_MAX = 512 << 10  # of the hashes of one: 16,384 blocks of 32 bytes each
 TEXT_MAX = 4096
 PORT_MAX = 65535
 

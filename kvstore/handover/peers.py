@@ -308,6 +308,9 @@ class Peers:
             "exporters": len(self._agents),
         }
         found |= {("kvstore_hand_over_open", what): count for what, count in open_now.items()}
+        exporter = self._mover.exporter
+        found["kvstore_exporter_up",] = float(exporter.is_up)
+        found["kvstore_exporter_starts",] = exporter.starts
         for name, events in HAND_OVERS.items():
             found |= {(name, event): counts[event] for event in events}
         blocks = self.fetched.blocks

@@ -20,6 +20,7 @@ from kvstore.launch import address_of
 from kvstore.metrics import MEMORY, TABLE
 from kvstore.store.drain import DRAIN, Drained
 from kvstore.store.live_settings import Reloaded
+from kvstore.store.pins import Pinned
 from kvstore.store.status import Status
 from kvstore.store.tenants import TenantShare
 from kvstore.wire import engine as p
@@ -114,6 +115,36 @@ def set_quota(
 
 def _shares_of(body: bytes) -> list[TenantShare]:
     return msgspec.json.decode(body, type=list[TenantShare])
+
+
+def pins(address: str, user: int | None = None) -> list[Pinned]:
+    """List the prefixes that stay in memory."""
+    return _pins_of(_ask(address, p.Query("pin"), TIMEOUT_S, user))
+
+
+def pin(address: str, wanted: Pinned, user: int | None = None) -> list[Pinned]:
+    """Pin a prefix again that a store has listed; list all. Raises ConfigError, StoreRefused."""
+    query = p.Query("pin", prefix=wanted.prefix, namespace=wanted.namespace)
+    return _pins_of(_ask(address, query, TIMEOUT_S, user))
+
+
+def unpin(address: str, name: str, user: int | None = None) -> list[Pinned]:
+    """Let go of the pins of a name; list the others. Raises StoreRefused if there is none."""
+    query = p.Query("unpin", prefix=p.Prefix(name))
+    return _pins_of(_ask(address, query, TIMEOUT_S, user))
+
+
+def warm(address: str, wanted: Pinned, user: int | None = None) -> int:
+    """Bring a prefix from lower tiers into memory, and count its blocks there; no pin is made.
+
+    Raises ConfigError, StoreRefused.
+    """
+    query = p.Query("warm", prefix=wanted.prefix, namespace=wanted.namespace)
+    return msgspec.json.decode(_ask(address, query, TIMEOUT_S, user), type=int)
+
+
+def _pins_of(body: bytes) -> list[Pinned]:
+    return msgspec.json.decode(body, type=list[Pinned])
 
 
 def reload(address: str, user: int | None = None) -> Reloaded:

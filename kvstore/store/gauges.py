@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from kvstore import __version__
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import SlotLayout
+from kvstore.core.leases import PINS
 from kvstore.metrics import DEFERRED_STEPS, LABEL_DIGITS, MEMORY, NVME, Numbers
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import Namespaces
@@ -75,8 +76,10 @@ def gauges(
         found["kvstore_leases", label] = len(manager.leases)
         found["kvstore_jobs_open", label] = namespace.tiering.jobs_open
         storing, arriving, _ = namespace.tiering.unfinished
+        pinned = manager.leases.blocks_of(PINS)
         for cause, count in (
-            ("lease", manager.leases.blocks),
+            ("lease", manager.leases.blocks - pinned),
+            ("pin", pinned),
             ("copy", storing),
             ("coming", arriving),
             ("credit", max(0, len(manager.slots.granted) - arriving)),

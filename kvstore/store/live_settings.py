@@ -19,7 +19,7 @@ S = TypeVar("S", bound=Section | None)
 LIVE: Live = {
     "server": ("allow",),
     "cpu": ("capacity",),
-    "engine": ("credit", "lease", "leased", "defer", "promote", "promote_limit"),
+    "engine": ("credit", "lease", "leased", "pinned", "defer", "promote", "promote_limit"),
     "nvme": ("capacity", "backlog", "write_budget"),
     "peer": ("held",),
     "tier": ("backlog",),  # of each
@@ -136,6 +136,7 @@ def _at_capacity(config: Config, capacity_bytes: int) -> Config:
             engine,
             credit_bytes=part(engine.credit_bytes),
             leased_bytes=part(engine.leased_bytes),
+            pinned_bytes=part(engine.pinned_bytes),
         ),
         peer=None if peer is None else replace(peer, held_bytes=part(peer.held_bytes)),
     )

@@ -16,7 +16,7 @@ from kvstore.config import EngineConfig
 from kvstore.core import limits
 from kvstore.core.errors import ProtocolError
 from kvstore.core.index import State
-from kvstore.core.leases import Lease
+from kvstore.core.leases import PINS, Lease
 from kvstore.core.lookup import Answer
 from kvstore.core.tiering import Found
 from kvstore.core.types import BlockKey, Chain, LeaseId, LookupResult, Slot
@@ -256,6 +256,15 @@ class Lookups:
             promote = namespace.tiering.promote
             promote(chain, blocks, found.below, now_ns, off_disk=ask.off_disk)
         return True
+
+    def hold(
+        self, namespace: Namespace, chain: Chain, blocks: int, end_ns: int, now_ns: int
+    ) -> Lease | None:
+        """Lease the leading blocks that are here for no engine; what lower tiers have is read."""
+        found = self._look(Ask(0, namespace, chain, blocks, now_ns, now_ns), wait=False)
+        if found.below:
+            namespace.tiering.promote(chain, found.blocks, found.below, now_ns)
+        return namespace.manager.prepare_load(chain, blocks, PINS, end_ns)
 
     def _let_go(self, ask: Ask) -> None:
         if ask.fetch is not None and self._peers is not None:

@@ -13,7 +13,7 @@ import msgspec
 from kvstore.barrier import Ended
 from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
 from kvstore.core.layout import SlotLayout
-from kvstore.core.leases import Generations
+from kvstore.core.leases import PINS, Generations
 from kvstore.core.manager import Manager
 from kvstore.core.tiering import Tiering
 from kvstore.core.types import Slot
@@ -148,11 +148,19 @@ class Namespace:
         return sum(mapping.state == "live" for mapping in self.extents.values())
 
     def shrinkable(self) -> Mapping | None:
-        """Return a live extent to give up: the newest of those with the fewest slots on credit."""
+        """Return a live extent to give up: one without pinned blocks, if there is any.
+
+        Of these the newest of those with the fewest slots on credit.
+        """
         live = [mapping for mapping in self.extents.values() if mapping.state == "live"]
         per = max(1, self._per_extent)
         on_credit = Counter(slot // per * per for slot in self.manager.slots.granted)
-        return min(reversed(live), key=lambda mapping: on_credit[mapping.first], default=None)
+        kept = Counter(entry.slot // per * per for entry in self.manager.leases.held_by(PINS))
+
+        def cost(mapping: Mapping) -> tuple[int, int]:
+            return kept[mapping.first], on_credit[mapping.first]
+
+        return min(reversed(live), key=cost, default=None)
 
     def _aged(self, idle_s: int, age_s: int, count: int) -> None:
         self._numbers.observe("kvstore_evicted_idle_seconds", idle_s, count)

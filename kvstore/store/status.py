@@ -100,6 +100,16 @@ class EngineStatus(msgspec.Struct, frozen=True):
     warning: str
 
 
+class TenantStatus(msgspec.Struct, frozen=True):
+    """What a tenant has in a tier, may have (None: no limit) and keeps."""
+
+    tenant: str
+    tier: str
+    used_bytes: int
+    quota_bytes: int | None
+    floor_bytes: int
+
+
 class Finding(msgspec.Struct, frozen=True):
     """Something that is wrong, and what to do. now: or it has happened since the start."""
 
@@ -127,6 +137,7 @@ class Status(msgspec.Struct, frozen=True):
     tiers: list[TierStatus]
     models: list[ModelStatus]
     engines: list[EngineStatus]
+    tenants: list[TenantStatus]
     history: list[Tokens]
 
 
@@ -235,6 +246,7 @@ def status_of(
         tiers=tiers,
         models=_models(read),
         engines=engines,
+        tenants=_tenants(read),
         history=list(history),
     )
 
@@ -288,6 +300,16 @@ def _models(read: _Read) -> list[ModelStatus]:
         )  # fmt: skip
     found.sort(key=lambda each: (-sum(each.blocks.values()), each.namespace))
     return found[:NAMESPACES_MAX]
+
+
+def _tenants(read: _Read) -> list[TenantStatus]:
+    found: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    for (tenant, tier, state), value in read.rows["kvstore_tenant_bytes"]:
+        found[tenant, tier][state] = int(value)
+    return [
+        TenantStatus(tenant, tier, has["used"], has.get("quota"), has["floor"])
+        for (tenant, tier), has in sorted(found.items())
+    ]
 
 
 def _number(text: str) -> int:

@@ -27,6 +27,7 @@ from kvstore.store.live_settings import LiveSettings
 from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import MakeTiers, Namespaces, Send, StoreContext
+from kvstore.store.pins import Pins
 from kvstore.store.session import Phase, Session, Writing
 from kvstore.store.sessions import Sessions
 from kvstore.store.status import EngineStatus, History, Status, engines_of, status_of
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 BUG = "a bug of the store"
 QUERIES = (
     *("stats", "status", "clear", "resize", "reload", "source", "log-level", "quota"),
+    *("pin", "unpin", "warm"),
     *DRAINS,
 )
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
@@ -104,6 +106,9 @@ class Store:
         if disk is not None:
             disk.tenants = self.tenants.shares[NVME]
         self.tenants.use(config.tenants)
+        self.pins = Pins(self.namespaces, self._lookups, self.tenants, self._said)
+        self.pins.use(config.engine.pinned_bytes)
+        self._around_pins = self._barrier.around("pins")
         self.plugins: Sequence[Plugin] = ()  # whose tiers are in make_tiers
         self.settings = LiveSettings(config, pool.extent_bytes, self._use)
         self.source: ConfigFile | None = None  # where the settings are from
@@ -117,6 +122,7 @@ class Store:
         self.namespaces.use(config)
         self._memory.resize(config.cpu.capacity_bytes)
         self.tenants.use(config.tenants)
+        self.pins.use(config.engine.pinned_bytes)
         self._look_at_quotas()
         disk, nvme, peer = self._disk, config.nvme, config.peer
         if disk is not None and nvme is not None and nvme.capacity_bytes != disk.capacity_bytes:
@@ -211,6 +217,8 @@ class Store:
         self._barrier.each(visited, self._tick_namespace, self._give_up, _named)
         sessions = [s for s in self.sessions.values() if s.phase is not Phase.ENDING]
         self._barrier.each(sessions, self._tick_session, self._end_of_bug, _turns_of)
+        with self._around_pins:
+            self.pins.tick(now_ns)
         with self._around_drain:
             self.drain.tick()
         if self._clearing and not any(n.manager.clearing for n in self.namespaces.awake):
@@ -284,6 +292,8 @@ class Store:
             for session in namespace.sessions.values():
                 if session.phase is Phase.ACTIVE:
                     session.heard(changes, on_disk)
+        if changes.removed:
+            self.pins.removed(changes.removed)
         namespace.tiering.off_disk.left(changes.removed, manager.index)
         if changes.added:
             with namespace.around_tiers:
@@ -326,8 +336,8 @@ class Store:
             self._lookups.end_lease(session, namespace, LeaseId(lease_id))
         if step.lookup_tokens or step.hit_tokens or step.missed_tokens or step.counts:
             count_step(self.numbers, namespace.label, step, self._tier_names)
-        if step.tenants and self.tenants.join(step.tenants):
-            self._look_at_quotas()
+        if step.tenants or step.pins:
+            self._name(namespace, step)
         for shown in step.engine_blocks:
             namespace.engines.announce(session.number, shown, session.granted)
         if self._peers is not None and not namespace.layout.unnamed:
@@ -338,6 +348,16 @@ class Store:
             answer = self._lookups.ask(session, namespace, lookup, self._now_ns)
             if answer is not None:
                 session.news.granted.append(answer)
+
+    def _name(self, namespace: Namespace, step: p.Step) -> None:
+        """Know the tenants that a step names, and pin prefixes where their names will last."""
+        if self.tenants.join(step.tenants):
+            self._look_at_quotas()
+        for prefix in () if namespace.layout.unnamed else step.pins:
+            try:
+                self.pins.hold(namespace.layout.digest, prefix, self._now_ns)
+            except ConfigError as exc:
+                self._said.warn("pins that are refused", "%s", exc)
 
     # Reports of workers
 
@@ -416,6 +436,9 @@ class Store:
         if query.what == "reload":
             self.reload(connection)
             return
+        if query.what == "warm" and query.prefix is not None:
+            self._warm(connection, query.namespace, query.prefix)
+            return
         if query.what not in QUERIES:
             raise ProtocolError(f"query {query.what!r}, expected one of {', '.join(QUERIES)}")
         try:
@@ -423,6 +446,14 @@ class Store:
         except ConfigError as exc:
             raise ProtocolError(str(exc)) from None
         self._report(connection, query.what)
+
+    def _warm(self, connection: int, digest: str, prefix: p.Prefix) -> None:
+        """Bring a prefix up from lower tiers, and say how many blocks of it memory has then."""
+        try:
+            blocks = self.pins.warm(digest, prefix, self._now_ns, self._engine.lease_ns)
+        except ConfigError as exc:
+            raise ProtocolError(str(exc)) from None
+        self._send(connection, p.Report(msgspec.json.encode(blocks)), None)
 
     def _change(self, query: p.Query) -> None:
         """Do what a query asks for. Raises ConfigError."""
@@ -435,9 +466,14 @@ class Store:
         elif query.what == "quota" and query.tenant:
             self.tenants.limit(query.tenant, query.tier, query.quota_bytes, query.floor_bytes)
             self._look_at_quotas()
+        elif query.what == "unpin" and query.prefix is not None:
+            self.pins.let_go(query.prefix.name)
+        elif query.what == "pin" and query.prefix is not None:
+            self.pins.hold(query.namespace, query.prefix, self._now_ns)
 
     def _look_at_quotas(self) -> None:
         """Have all namespaces look at what tenants may have, idle ones too."""
+        self.pins.look_again()
         for namespace in self.namespaces.values():
             self.namespaces.wake(namespace)
         if self._disk is not None:
@@ -468,6 +504,8 @@ class Store:
             answer = self.source
         elif what == "quota":
             answer = list(self.tenants.every())
+        elif what in ("pin", "unpin"):
+            answer = list(self.pins.every())
         elif what == "status":
             self.refresh_gauges()
             answer = self.status()
@@ -486,6 +524,7 @@ class Store:
                 found |= disk_gauges(self._disk, self.numbers)
             found |= plugin_gauges(self.plugins)
             found |= self.tenants.gauges()
+            found["kvstore_draining",] = float(self.draining)
             if self._peers is not None:
                 found |= self._peers.gauges()
             self.numbers.gauges = found

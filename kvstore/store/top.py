@@ -88,7 +88,10 @@ def words(status: Status) -> RenderableType:
     shares = (_share(count, status.since_start.looked_up, why) for why, count in missed.items())
     lines += [f"missed:   {', '.join(shares)} of the tokens looked up"] if missed else []
     every = len(status.models), len(status.engines)
-    return Group(*map(Text, lines), "", *_tables(status, None, None, every))
+    tables = [*_tables(status, None, None, every)]
+    if status.tenants:
+        tables += ["", _tenants(status)]
+    return Group(*map(Text, lines), "", *tables)
 
 
 def frame(
@@ -167,6 +170,14 @@ def _table(width: int | None, *headings: tuple[str, int]) -> Table:
             no_wrap=True,
             max_width=most if width else None,
         )
+    return made
+
+
+def _tenants(status: Status) -> Table:
+    made = _table(None, ("tenant", 0), ("tier", 0), ("used>", 0), ("quota>", 0), ("floor>", 0))
+    for each in status.tenants:
+        sizes = each.used_bytes, each.quota_bytes, each.floor_bytes
+        made.add_row(*map(Text, (each.tenant, each.tier, *map(_bytes, sizes))))
     return made
 
 

@@ -115,6 +115,15 @@ class EngineBlocks(msgspec.Struct, frozen=True, array_like=True):
     generations: Words
 
 
+class Prefix(msgspec.Struct, frozen=True, array_like=True):
+    """Leading blocks of a prompt, to be kept in memory under a name; without hashes: no more."""
+
+    name: Name
+    hashes: Annotated[bytes, msgspec.Meta(max_length=limits.PIN_BYTES_MAX)] = b""
+    width: Annotated[int, msgspec.Meta(ge=0, le=limits.HASH_BYTES_MAX)] = 0
+    scope: Hash = b""
+
+
 class Step(Message, frozen=True):
     """One batch per engine step from the scheduler half.
 
@@ -122,6 +131,7 @@ class Step(Message, frozen=True):
     admitted since the last step, asked for; of these served, by tier, and not, by reason (MISSES).
     counts: events since then, by name (EVENTS). unstored: keys of blocks that found no slot.
     tenants: whose blocks are asked for or stored from now on, each named once.
+    pins: prefixes to be kept, or not any more.
     """
 
     lookups: Annotated[tuple[Lookup, ...], Requests] = ()
@@ -135,6 +145,7 @@ class Step(Message, frozen=True):
     missed_tokens: Counts = msgspec.field(default_factory=dict)
     unstored: Keys = ()
     tenants: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.TENANTS_MAX)] = ()
+    pins: Annotated[tuple[Prefix, ...], msgspec.Meta(max_length=limits.PINS_MAX)] = ()
 
 
 class Mapped(Message, frozen=True):
@@ -225,7 +236,8 @@ class Query(Message, frozen=True):
     """Admin: what, as kvstore.store.store.QUERIES; "resize" has a tier and its new capacity.
 
     level: of "log-level". tenant, tier, quota_bytes, floor_bytes: of "quota"; without a tenant it
-    changes nothing.
+    changes nothing. prefix: of "pin", which lists all without one, "unpin" and "warm", in a
+    namespace.
     """
 
     what: Name
@@ -235,6 +247,8 @@ class Query(Message, frozen=True):
     tenant: Name = ""
     quota_bytes: Count | None = None
     floor_bytes: Count = 0
+    prefix: Prefix | None = None
+    namespace: Name = ""
 
 
 # Store to engine

@@ -22,6 +22,7 @@ from tests.engine.support import (
     numbers,
     servable,
 )
+from tests.harness.live import eventually
 
 pytestmark = pytest.mark.vllm
 
@@ -143,6 +144,21 @@ def test_Q40_tenants_of_one_engine_share_nothing(served: Served) -> None:
         served.stats()
         forget(served.engine)
     assert cached == [0, 0, servable(1000), 0]
+
+
+def test_Q50_a_request_pins_its_prompt_and_another_lets_go_of_it(served: Served) -> None:
+    whole = 600 // ENGINE_BLOCK
+
+    def run(**params: object) -> None:
+        served.one_by_one([Request(id="pin", tokens=prompt(80, 600), kv_transfer_params=params)])
+
+    def pins() -> list[tuple[str, int, int]]:
+        return [(pin.name, pin.blocks, pin.asked) for pin in admin.pins(served.store.path)]
+
+    run(kv_pin="system")
+    eventually(lambda: pins() == [("system", whole, whole)])
+    run(kv_unpin="system")
+    eventually(lambda: pins() == [])
 
 
 def test_O11_what_is_stored_is_not_stored_again(served: Served) -> None:

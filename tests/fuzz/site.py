@@ -209,6 +209,8 @@ class Mover(Moves):
     def quarantined_bytes(self) -> int:
         return self.abandoned
 
+    is_up, starts = True, 1
+
     def landing_at(self, agent: str, region: m.Region) -> LandingSlots | None:
         other = self._net.movers.get(agent)
         found = [] if other is None else list(other.landings.values())

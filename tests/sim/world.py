@@ -138,6 +138,7 @@ class World:
             credit_bytes=rng.choice((4, 100)) * SLOT_BYTES,
             lease_ns=(15 if self.churn else rng.choice((15, 80, 2_000))) * MS,
             leased_bytes=rng.choice((4, 15, 100)) * SLOT_BYTES,
+            pinned_bytes=8 * SLOT_BYTES,
             defer_ns=rng.choice((0, 20, 100)) * MS,
             promote_ns=rng.choice((30, 2_000) if self._promotes else (0, 5, 30, 2_000)) * MS,
             promote_limit_ns=rng.choice((60_000, 60_000, 100)) * MS,

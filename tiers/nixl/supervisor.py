@@ -221,6 +221,7 @@ class Exporter:
         self._epoll = select.epoll()
         self._child: Child | None = None
         self._state: State = "down"
+        self.starts = 0
         self._closed = False
         self._why = ""  # the process is being ended
         self._extents: dict[int, _Extent] = {}
@@ -265,6 +266,11 @@ class Exporter:
     def pid(self) -> int | None:
         """Id of the process."""
         return None if self._child is None else self._child.pid
+
+    @property
+    def is_up(self) -> bool:
+        """Tell whether its process can be used."""
+        return self._state == "up"
 
     @property
     def quarantined_bytes(self) -> int:
@@ -387,6 +393,7 @@ class Exporter:
             self._pause(now_ns)
             return
         child.watch(self._epoll)
+        self.starts += 1
         self._child, self._state, self._start_ns = child, "starting", now_ns
         self._descriptors, self._wrong, self._why = 0, 0, ""
         self._silent_ns, self._looked_ns, self._asked = 0, now_ns, False
