@@ -170,7 +170,8 @@ TABLE = (
          "Open hand-over objects by kind, such as fetches, jobs, direct writes and connections.",
          ("what",)),
     Spec("kvstore_exporter_up", "gauge",
-         "Whether the exporter can be used (1, or 0); until the first hand-over it may not be started.",
+         "Whether the exporter can be used (1, or 0); until the first hand-over it may not be"
+         " started.",
          of_peers=True),
     Spec("kvstore_draining", "gauge",
          "Whether the store drains (1, or 0): it takes no new engines."),
