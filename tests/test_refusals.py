@@ -67,6 +67,7 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
         "credit": (*NUMBERS, 0, "1TiB"),
         "lease": (*MOMENTS, "0s"),
         "leased": (*NUMBERS, "101%", "0%", "-5%"),
+        "pinned": (*NUMBERS, "101%", "0%", "-5%"),
         "defer": MOMENTS,
         "promote": MOMENTS,
         "promote_limit": MOMENTS,

@@ -178,7 +178,8 @@ class Node:
         """What its store has counted of hand-overs, to be shown when something went wrong."""
         peers = self.store.server._peers
         assert peers is not None
-        return {labels[1]: value for labels, value in peers.gauges().items() if value}
+        gauges = peers.gauges().items()
+        return {labels[0]: value for (_, *labels), value in gauges if labels and value}
 
     def fetched(self) -> int:
         """Count the blocks that came from peers, in all groups."""

@@ -46,7 +46,7 @@ SILENT_NS = 10_000_000_000  # without a message, then it is killed
 _WRONG_MAX = 100  # of one process
 _TEXT_MAX = 500
 _END_S = 0.2
-_KILLED_S = 0.5
+_KILLED_S = 2.0  # the memory of a killed process goes first, which takes time on a busy machine
 _READ_BYTES = 1 << 18
 _READS_MAX = 16  # of one receive(): it may send faster than the store reads
 _SHARED = 2  # standard error: what it prints belongs in the store's log
@@ -342,7 +342,7 @@ class Exporter:
             self._child.kill()
 
     def close(self) -> list[Event]:
-        """End the process, within a second; returns the last events. Safe to call twice."""
+        """End the process, within three seconds; returns the last events. Safe to call twice."""
         self._closed = True
         child = self._child
         if child is not None:
