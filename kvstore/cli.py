@@ -40,6 +40,7 @@ SECONDS_MAX = 600
 TEXT_MAX = 2000  # characters of a finding
 BLOCK_MAX = 1 << 20
 COUNT_MAX = 10**9
+BLOCK_TOKENS = 512  # of Mooncake's traces
 EVERY_S_MIN = 0.1
 EVERY_S_MAX = 3600.0
 
@@ -154,18 +155,29 @@ def _parser() -> argparse.ArgumentParser:
         place = f"the store's socket, or engine:ID for an engine's private one (default: {_SOCKET})"
         command.add_argument("--store", default=_SOCKET, help=place)
         command.add_argument("--user", type=_user, help=user)
+    _without_store(add)
+    return parser
+
+
+def _without_store(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands that ask no store."""
     text = "verify the directory of an NVMe tier that no store uses"
     fsck = add("fsck", text, "kvstore fsck /nvme/kv --repair")
-    commands.choices["fsck"].description = _FSCK
+    fsck.description = _FSCK
     fsck.add_argument("directory", type=Path, help="the directory, the path of [nvme]")
     fsck.add_argument("--repair", action="store_true", help="remove damaged blocks from the index")
     fsck.add_argument(
         "--json", action="store_true", help="print one JSON object instead of a table"
     )
+    text = "say what a trace of requests would have hit"
+    replay = add(
+        "replay", text, "kvstore replay trace.jsonl.gz --cpu 5% --nvme 20%",
+        "kvstore replay trace.jsonl.gz --cpu 64GiB --block-bytes 2MiB --json",
+    )  # fmt: skip
+    _add_replay(replay)
     text = "make a cluster key for stores that hand over blocks to each other"
     keygen = add("keygen", text, "kvstore keygen /etc/kvstore/cluster.key")
     keygen.add_argument("path", type=Path, help="the file to make; an existing file is an error")
-    return parser
 
 
 def _add_check(check: argparse.ArgumentParser) -> None:
@@ -199,6 +211,20 @@ def _add_size(size: argparse.ArgumentParser) -> None:
     tokens = "tokens of one prompt (default: 8000)"
     size.add_argument("--tokens", type=count(1, COUNT_MAX), default=8000, help=tokens)
     size.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def _add_replay(replay: argparse.ArgumentParser) -> None:
+    replay.add_argument("trace", type=Path, help="requests, a line of JSON each; may be gzipped")
+    sizes = 'a part of the unique blocks such as "5%%", blocks, or bytes with --block-bytes'
+    replay.add_argument("--cpu", required=True, help=f"memory: {sizes}")
+    replay.add_argument("--nvme", help="disk, in the same way (default: none)")
+    replay.add_argument("--policy", choices=["lru"], default="lru", help="default: lru")
+    text = "of a block, as `kvstore size` says"
+    replay.add_argument("--block-bytes", help=f'bytes {text}, such as "2MiB"')
+    tokens = f"tokens of a block of the trace (default: {BLOCK_TOKENS})"
+    most = count(1, BLOCK_MAX)
+    replay.add_argument("--block-tokens", type=most, default=BLOCK_TOKENS, help=tokens)
+    replay.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def _life_cycle(
@@ -684,6 +710,38 @@ def _drain(chosen: argparse.Namespace) -> int:
     return int(not chosen.cancel and (not state.done or state.failed > 0))
 
 
+def _replay(chosen: argparse.Namespace) -> int:
+    from kvstore.printing import output, share, table
+    from kvstore.replay import blocks_of, read_trace, replay
+    from kvstore.units import parse_bytes
+
+    block_bytes = None if chosen.block_bytes is None else parse_bytes(chosen.block_bytes)
+    if block_bytes == 0:
+        raise ConfigError("--block-bytes: expected more than 0, found 0")
+    trace = read_trace(chosen.trace)
+    memory = blocks_of(chosen.cpu, trace.unique, block_bytes)
+    disk = None if chosen.nvme is None else blocks_of(chosen.nvme, trace.unique, block_bytes)
+    with share() as tell:
+        text = f"{trace.blocks:,} blocks"
+        found = replay(trace, memory, disk, chosen.block_tokens, lambda part: tell(part, text))
+    if chosen.json:
+        _print_json(found)
+        return 0
+    shown = table("tier", "blocks>", "of unique>", "hit ratio>")
+    for tier in found.tiers:
+        part = f"{tier.blocks / found.unique_blocks:.1%}"
+        shown.add_row(tier.name, f"{tier.blocks:,}", part, f"{tier.block_hit_ratio:.4f}")
+    output().print(shown)
+    print(
+        f"all tiers: {found.block_hit_ratio:.4f} of {found.lookups:,} blocks,"
+        f" {found.token_hit_ratio:.4f} of tokens\n"
+        f"best possible with as much: {found.min_block_hit_ratio:.4f} of blocks"
+    )
+    if disk is not None:
+        print(f"written to disk: {found.written_blocks_per_lookup:.4f} blocks per block looked up")
+    return 0
+
+
 def _keygen(chosen: argparse.Namespace) -> int:
     from kvstore.handover.cluster_key import ClusterKey
 
@@ -696,7 +754,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve, "check": _check, "size": _size, "status": _status, "top": _top,
     "stats": _stats, "clear": _clear, "resize": _resize, "reload": _reload, "drain": _drain,
     "quota": _quota, "pin": _pin, "unpin": _unpin, "warm": _warm, "fsck": _fsck,
-    "keygen": _keygen, "log-level": _log_level,
+    "keygen": _keygen, "log-level": _log_level, "replay": _replay,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -210,6 +210,11 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "order.share.used_bytes -= order.blocks * self._block_bytes",
         ),
     ),
+    "kvstore/replay.py": (
+        ("replay -k Q60_the_bound", "(-following, -depth, block)", "(following, -depth, block)"),
+        ("replay -k Q60_a_disk", "tiering.used(chain, lease)"),
+        ("replay -k published", "manager.complete_load(lease.lease_id)"),
+    ),
     "kvstore/store/pins.py": (
         ("pins -k Q50_a_clear", "if not self._keys.isdisjoint(keys):"),
         ("pins -k Q50_a_pinned", "self._pins.pop(named).release()", "self._pins.pop(named)"),

@@ -1,0 +1,312 @@
+"""`kvstore replay`: what a trace of requests would have hit, by the manager that stores run.
+
+Each request of the trace looks its blocks up, uses what is there, and stores the rest; time is the
+trace's. Slots have no memory. The offline bound is Belady's MIN with bypass: of all that is here,
+and the block that comes, the one goes whose next use is farthest. Each use of a block is one of
+those above it, too, so that what is here stays a set of prefixes, and the bound is exact.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from kvstore.core.errors import ConfigError
+from kvstore.core.leases import NEVER_NS, Generations
+from kvstore.core.manager import Manager
+from kvstore.core.tiering import Found, Tiering
+from kvstore.core.types import (
+    BlockKey,
+    Chain,
+    GroupRule,
+    JobKind,
+    JobResult,
+    LookupResult,
+    Slot,
+    TransferJob,
+)
+from kvstore.metrics import MEMORY, NVME
+from kvstore.units import parse_bytes, wrong
+
+LINE_BYTES_MAX = 16 << 20
+BLOCKS_MAX = 1 << 28  # of a trace, repeats included
+_ID_BYTES = 8
+_OWNER = 1
+_NEVER = 1 << 62  # the next use of a block that is not used again
+_WATCHED = 64  # requests between two reports of progress
+
+Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One line of a trace, as Mooncake's have them: times in ms, one chained id for each block.
+
+    An id stands for its block and all blocks before it.
+    """
+
+    hash_ids: list[Id]
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e15)] = 0.0
+    input_length: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """All requests of a file. unique: blocks that differ; blocks: repeats included."""
+
+    requests: list[Request]
+    unique: int
+    blocks: int
+    longest: int
+
+
+class TierHits(msgspec.Struct, frozen=True):
+    """What a tier served, of all blocks looked up."""
+
+    name: str
+    blocks: int  # that it holds
+    block_hit_ratio: float
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """What came of a replay. min_block_hit_ratio: no policy has more at this capacity in all."""
+
+    requests: int
+    lookups: int
+    unique_blocks: int
+    block_hit_ratio: float
+    token_hit_ratio: float
+    min_block_hit_ratio: float
+    tiers: list[TierHits]
+    written_blocks_per_lookup: float
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace, compressed or not. Raises ConfigError with the number of a wrong line."""
+    requests: list[Request] = []
+    seen: set[int] = set()
+    blocks = longest = 0
+    decoder = msgspec.json.Decoder(Request)
+    for number, line in _lines(path):
+        try:
+            request = decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            expected = 'expected a request such as {"timestamp": 0, "hash_ids": [1, 2]}'
+            raise ConfigError(f"{path}:{number}: {expected}: {exc}") from None
+        count = len(request.hash_ids)
+        blocks, longest = blocks + count, max(longest, count)
+        if blocks > BLOCKS_MAX:
+            raise ConfigError(f"{path}:{number}: expected up to {BLOCKS_MAX:,} blocks, found more")
+        seen.update(request.hash_ids)
+        requests.append(request)
+    if not blocks:
+        raise ConfigError(f"{path}: expected requests with hash_ids, found none")
+    return Trace(requests, len(seen), blocks, longest)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    try:
+        with path.open("rb") as raw:
+            zipped = raw.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if zipped else path.open("rb") as file:
+            number = 0
+            while line := file.readline(LINE_BYTES_MAX):
+                number += 1
+                if len(line) == LINE_BYTES_MAX:
+                    most = f"expected lines of up to {LINE_BYTES_MAX} bytes"
+                    raise ConfigError(f"{path}:{number}: {most}, found a longer one")
+                if line.strip():
+                    yield number, line
+    except (OSError, EOFError) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigError(f"{path}: cannot be read: {reason}") from exc
+
+
+def blocks_of(text: str, unique: int, block_bytes: int | None) -> int:
+    """Read a capacity: a part of a trace's unique blocks, blocks, or bytes. Raises ConfigError."""
+    percent = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?) *%", text.strip(), re.ASCII)
+    if percent:
+        blocks = math.floor(unique * float(percent[1]) / 100 + 1e-9)
+    elif text.isdecimal():
+        blocks = int(text)
+    elif block_bytes is None:
+        raise ConfigError(
+            f"{wrong('a part such as 5%, or blocks', text)}; bytes need --block-bytes"
+        )
+    else:
+        blocks = parse_bytes(text) // block_bytes
+    if not 0 < blocks <= BLOCKS_MAX:
+        raise ConfigError(f"{text!r}: expected 1 to {BLOCKS_MAX:,} blocks, found {blocks:,}")
+    return blocks
+
+
+class _Memory:
+    """A manager over slots without memory."""
+
+    def __init__(self, blocks: int) -> None:
+        generations = Generations()
+        generations.add(memoryview(bytearray(4 * blocks)).cast("I"))
+        self.manager = Manager((GroupRule(),), generations)
+        self.manager.slots.add([Slot(slot) for slot in range(blocks)])
+
+    def store(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> int:
+        """Store blocks of a path, as far as there is room; count them."""
+        manager = self.manager
+        slots = manager.prepare_store(len(keys))
+        for key, slot in zip(keys, slots, strict=False):
+            manager.begin_store(key, parent, slot)
+            manager.complete_store(slot, ok=True)
+            parent = key
+        return len(slots)
+
+
+class _Disk:
+    """A tier that has what it is given until it is full, and moves it at once."""
+
+    name = NVME
+
+    def __init__(self, blocks: int) -> None:
+        self._memory = _Memory(blocks)
+        self._results: list[JobResult] = []
+
+    def lookup(self, key: BlockKey) -> LookupResult:
+        here = self._memory.manager.ready(key) is not None
+        return LookupResult.HIT if here else LookupResult.MISS
+
+    def leading(self, keys: Sequence[BlockKey], first: int) -> tuple[LookupResult, int]:
+        result, at = self.lookup(keys[first]), first + 1
+        while at < len(keys) and self.lookup(keys[at]) is result:
+            at += 1
+        return result, at - first
+
+    def touch(self, key: BlockKey) -> None:
+        self._memory.manager.touch(key)
+
+    def submit(self, job: TransferJob) -> None:
+        done = len(job.keys)
+        if job.kind is JobKind.STORE:
+            done = sum(self._memory.store((key,), above) for key, above in self._chained(job))
+            self._memory.manager.take_changes()
+        self._results.append(JobResult(job.job_id, done))
+
+    @staticmethod
+    def _chained(job: TransferJob) -> Iterator[tuple[BlockKey, BlockKey | None]]:
+        return ((key, job.parent(at)) for at, key in enumerate(job.keys))
+
+    def poll(self) -> Sequence[JobResult]:
+        results, self._results = self._results, []
+        return results
+
+    def discard(self, keys: Collection[BlockKey]) -> None:
+        for key in keys:
+            self._memory.manager.drop(key, "discard")
+
+    def clear(self) -> None:
+        self._memory.manager.clear()
+
+    def drain(self) -> None:
+        """All is done at once."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Store:
+    """What a store has of one model: memory, and a disk if it has one."""
+
+    def __init__(self, memory_blocks: int, disk_blocks: int | None) -> None:
+        self._memory = _Memory(memory_blocks)
+        self._disk = None if disk_blocks is None else _Disk(disk_blocks)
+        tiers = () if self._disk is None else (self._disk,)
+        self._tiering = Tiering(self._memory.manager, tiers, 1)
+
+    @property
+    def written_blocks(self) -> int:
+        return self._tiering.counts[NVME, "stored"]
+
+    def request(self, chain: Chain, now_ns: int) -> tuple[int, int]:
+        """Use what is here of a prompt and store the rest; count the blocks of each tier."""
+        manager, tiering = self._memory.manager, self._tiering
+        manager.now_s = now_ns // 1_000_000_000
+        memory = found = manager.lookup(chain, chain.blocks).blocks
+        if self._disk is not None and found < chain.blocks:
+            result, count = self._disk.leading(chain.keys(0, chain.blocks), found)
+            if result is LookupResult.HIT:
+                found += count
+                tiering.promote(chain, found, [Found(0, memory, found, self._disk)], now_ns)
+        lease = manager.prepare_load(chain, found, _OWNER, NEVER_NS) if found else None
+        found = 0 if lease is None else len(lease.entries)
+        tiering.poll(now_ns)
+        if found < chain.blocks:
+            keys = chain.keys_at(0, range(found, chain.blocks))
+            self._memory.store(keys, chain.key(0, found - 1) if found else None)
+        if lease is not None:
+            tiering.used(chain, lease)
+            manager.complete_load(lease.lease_id)
+        added = manager.take_changes().added
+        if self._disk is not None:
+            tiering.cascade(added)
+            tiering.poll(now_ns)
+        return memory, found - memory
+
+
+def replay(
+    trace: Trace,
+    memory_blocks: int,
+    disk_blocks: int | None = None,
+    block_tokens: int = 512,
+    watch: Callable[[float], object] = lambda _: None,
+) -> Replayed:
+    """Replay a trace. watch(share): so much of it is done."""
+    store = _Store(memory_blocks, disk_blocks)
+    hits, hit_tokens, tokens = [0, 0], 0, 0
+    for number, request in enumerate(trace.requests):
+        packed = b"".join([each.to_bytes(_ID_BYTES, "little") for each in request.hash_ids])
+        chain = Chain(packed, _ID_BYTES, 1, b"")
+        found = store.request(chain, int(request.timestamp * 1_000_000))
+        hits = [hits[0] + found[0], hits[1] + found[1]]
+        asked = request.input_length or chain.blocks * block_tokens
+        tokens += asked
+        hit_tokens += min(asked, sum(found) * block_tokens)
+        if number % _WATCHED == 0:
+            watch(number / len(trace.requests))
+    tiers = [TierHits(MEMORY, memory_blocks, hits[0] / trace.blocks)]
+    if disk_blocks is not None:
+        tiers.append(TierHits(NVME, disk_blocks, hits[1] / trace.blocks))
+    return Replayed(
+        requests=len(trace.requests),
+        lookups=trace.blocks,
+        unique_blocks=trace.unique,
+        block_hit_ratio=sum(hits) / trace.blocks,
+        token_hit_ratio=hit_tokens / tokens,
+        min_block_hit_ratio=offline_bound(trace, memory_blocks + (disk_blocks or 0)),
+        tiers=tiers,
+        written_blocks_per_lookup=store.written_blocks / trace.blocks,
+    )
+
+
+def offline_bound(trace: Trace, capacity: int) -> float:
+    """Return the part of all blocks looked up that MIN hits, with so many blocks here."""
+    later: list[list[int]] = []
+    seen: dict[int, int] = {}
+    for number in range(len(trace.requests) - 1, -1, -1):
+        ids = trace.requests[number].hash_ids
+        later.append([seen.get(each, _NEVER) for each in ids])
+        seen.update(dict.fromkeys(ids, number))
+    here: set[int] = set()
+    # Also of uses that are over; those come after all others, and never have their turn.
+    farthest: list[tuple[int, int, int]] = []
+    hits = 0
+    for request in trace.requests:
+        for depth, (block, following) in enumerate(zip(request.hash_ids, later.pop(), strict=True)):
+            hits += block in here
+            here.add(block)
+            heappush(farthest, (-following, -depth, block))
+            if len(here) > capacity:
+                here.remove(heappop(farthest)[2])
+    return hits / trace.blocks

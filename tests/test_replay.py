@@ -1,0 +1,177 @@
+"""`kvstore replay`: published hit ratios of real traces, the offline bound, and wrong traces."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore import cli
+from kvstore.core.errors import ConfigError
+from kvstore.replay import Request, Trace, blocks_of, offline_bound, read_trace, replay
+from tests.harness.pages import ROOT
+
+TRACES = ROOT / "tests" / "data" / "traces"
+# Hit ratios of leaf-first LRU and of MIN, by part of the unique blocks, from an implementation of
+# its own: Mooncake's synthetic trace, half of its conversations, and sessions of coding agents.
+PUBLISHED = {
+    "synth": {
+        "2%": (0.0775, 0.2587),
+        "5%": (0.1550, 0.3925),
+        "10%": (0.2573, 0.5097),
+        "20%": (0.3952, 0.6147),
+        "50%": (0.6010, 0.6594),
+    },
+    "conv_a": {
+        "1%": (0.0444, 0.1840),
+        "2%": (0.0527, 0.2463),
+        "5%": (0.1065, 0.3300),
+        "10%": (0.2020, 0.3537),
+        "20%": (0.2830, 0.3537),
+        "50%": (0.3491, 0.3537),
+    },
+    "agentA": {"5%": (0.8708, 0.9186), "20%": (0.9595, 0.9608)},
+}
+
+
+def trace_of(name: str) -> Trace:
+    return read_trace(TRACES / f"{name}.jsonl.gz")
+
+
+def of_lists(*prompts: list[int]) -> Trace:
+    blocks = sum(map(len, prompts))
+    longest = max(map(len, prompts))
+    return Trace([Request(list(p)) for p in prompts], len(set().union(*prompts)), blocks, longest)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_Q60_lru_and_the_bound_are_those_that_were_published(name: str) -> None:
+    trace = trace_of(name)
+    for size, (lru, best) in PUBLISHED[name].items():
+        found = replay(trace, blocks_of(size, trace.unique, None))
+        assert found.block_hit_ratio == pytest.approx(lru, abs=0.0002), size
+        assert found.min_block_hit_ratio == pytest.approx(best, abs=0.0001), size
+        assert found.written_blocks_per_lookup == 0
+
+
+def test_Q60_a_disk_serves_what_memory_lacks_and_is_written_what_it_lacks() -> None:
+    trace = trace_of("synth")
+    memory, disk = (blocks_of(size, trace.unique, None) for size in ("5%", "20%"))
+    found = replay(trace, memory, disk)
+    assert found.block_hit_ratio == pytest.approx(0.3952, abs=0.0002)
+    assert found.tiers[0].block_hit_ratio == pytest.approx(0.1550, abs=0.0002)
+    assert found.tiers[1].block_hit_ratio == pytest.approx(0.2401, abs=0.0002)
+    assert found.written_blocks_per_lookup == pytest.approx(0.6048, abs=0.0002)
+
+
+def best_of_all(prompts: list[list[int]], capacity: int) -> int:
+    """Try every choice of what stays after each block: the most hits that there can be."""
+    uses = [block for prompt in prompts for block in prompt]
+    states = {frozenset[int](): 0}  # what is here -> most hits so far
+    for block in uses:
+        reached: dict[frozenset[int], int] = {}
+        for here, hits in states.items():
+            now = hits + (block in here)
+            there = here | {block}
+            kept = [there] if len(there) <= capacity else [there - {out} for out in there]
+            for state in kept:
+                reached[state] = max(now, reached.get(state, 0))
+        states = reached
+    return max(states.values())
+
+
+paths = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+
+
+def chained(path: list[int]) -> list[int]:
+    """Name each prefix of a path: a block's id stands for all before it, too."""
+    found, name = [], 0
+    for step in path:
+        name = name * 5 + step + 1
+        found.append(name)
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(paths, min_size=1, max_size=7), st.integers(1, 4))
+def test_Q60_the_bound_is_the_best_that_there_can_be(prompts: list[list[int]], size: int) -> None:
+    named = [chained(path) for path in prompts]
+    trace = of_lists(*named)
+    assert round(offline_bound(trace, size) * trace.blocks) == best_of_all(named, size)
+    assert replay(trace, size).block_hit_ratio <= offline_bound(trace, size) + 1e-9
+
+
+def test_Q60_hits_are_leading_blocks_and_tokens_are_counted() -> None:
+    trace = Trace(
+        [Request([1, 2, 3], 0, 30), Request([1, 2, 9], 1000, 25), Request([7], 2000)], 5, 7, 3
+    )
+    found = replay(trace, 10, block_tokens=10)
+    assert found.block_hit_ratio == pytest.approx(2 / 7)
+    assert found.token_hit_ratio == pytest.approx(20 / (30 + 25 + 10))
+    shares = itertools.pairwise([0.0, *_watched(trace)])
+    assert all(before <= after for before, after in shares)
+
+
+def _watched(trace: Trace) -> list[float]:
+    told: list[float] = []
+    replay(trace, 2, watch=told.append)
+    return told
+
+
+def test_Q60_the_command_prints_a_table_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.dumps({"timestamp": n, "hash_ids": [1, 2, n % 3 + 3]}) for n in range(9)]
+    for file in (tmp_path / "trace.jsonl", tmp_path / "trace.jsonl.gz"):
+        data = "\n\n".join(lines).encode()
+        file.write_bytes(gzip.compress(data) if file.suffix == ".gz" else data)
+        assert cli.main(["replay", str(file), "--cpu", "100%", "--nvme", "8MiB",
+                         "--block-bytes", "2MiB", "--json"]) == 0  # fmt: skip
+        found = json.loads(capsys.readouterr().out)
+        assert found["tiers"] == [
+            {"name": "cpu", "blocks": 5, "block_hit_ratio": pytest.approx(22 / 27)},
+            {"name": "nvme", "blocks": 4, "block_hit_ratio": 0},
+        ]
+        assert found["block_hit_ratio"] == found["min_block_hit_ratio"] == pytest.approx(22 / 27)
+    assert cli.main(["replay", str(file), "--cpu", "3", "--nvme", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[1].split()[:3] == ["cpu", "3", "60.0%"]
+    assert "best possible with as much: 0.8148 of blocks" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "expected requests with hash_ids, found none"),
+        ('{"hash_ids": []}', "expected requests with hash_ids, found none"),
+        ('{"hash_ids": [1]}\n{"hash_ids": [-1]}', ":2: expected a request such as"),
+        ('{"hash_ids": [1], "timestamp": "now"}', ":1: expected a request such as"),
+        ("[1, 2]", ":1: expected a request such as"),
+        ("\x1f\x8b not zipped", "cannot be read"),
+    ],
+)
+def test_Q60_wrong_traces_are_named_with_their_line(
+    tmp_path: Path, text: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(text.encode("latin-1"))
+    assert cli.main(["replay", str(file), "--cpu", "5"]) == 2
+    told = capsys.readouterr().err
+    assert expected in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", ["0", "0%", "x", "5MiB", "-1", "1e3", "99999999999", "1 %%"])
+def test_Q60_wrong_sizes_say_what_is_expected(size: str) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        blocks_of(size, 100, None)
+
+
+def test_Q60_sizes_are_parts_blocks_or_bytes() -> None:
+    sizes = ("5%", "12.5 %", "40", "1GiB")
+    assert [blocks_of(size, 1001, 2 << 20) for size in sizes] == [50, 125, 40, 512]
