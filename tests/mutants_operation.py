@@ -216,8 +216,8 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("replay -k published", "manager.complete_load(lease.lease_id)"),
     ),
     "kvstore/store/pins.py": (
-        ("pins -k Q50_a_clear", "if not self._keys.isdisjoint(keys):"),
-        ("pins -k Q50_a_pinned", "self._pins.pop(named).release()", "self._pins.pop(named)"),
+        ("pins -k Q50_a_clear", "if not self._keys.keys().isdisjoint(keys):"),
+        ("pins -k Q50_a_pinned", "pin.release()\n", "pass\n"),
         ("pins -k Q50_pins_have", "self._bytes_max - sum(map(self._bytes, others))", "1 << 40"),
         ("pins -k Q50_pins_have", "// _OWN_PART - beside", "- beside"),
         (

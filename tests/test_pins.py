@@ -13,7 +13,7 @@ import pytest
 from kvstore import cli
 from kvstore.config import Config, CpuConfig
 from kvstore.core.errors import KVStoreError
-from kvstore.core.limits import PINS_MAX
+from kvstore.core.limits import PIN_BYTES_MAX, PINS_BYTES_MAX, PINS_MAX
 from kvstore.core.types import make_key, tag_of
 from kvstore.store import admin
 from kvstore.store.pins import Pinned
@@ -83,6 +83,12 @@ def test_Q50_a_pinned_prefix_stays_until_it_is_let_go(tmp_path: Path) -> None:
         fill(one, "more")
         assert (here(one, kept), here(one, other)) == (3, 0)
         assert one.read(one.ask(kept)) == [one.content(block) for block in kept]
+        longer = [*kept, *hashes(5)[3:]]
+        one.put(longer)
+        pin(one, "system", longer)
+        eventually(lambda: pins(store) == {"system": 5})
+        fill(one, "more")
+        assert here(one, longer) == 5
         pin(one, "system", [])
         eventually(lambda: pins(store) == {})
         assert pinned_bytes(store) == 0
@@ -283,6 +289,11 @@ def test_Q50_Q51_wrong_pins_say_what_is_wrong(
             assert expected in fails("pin", str(file))
         file.write_bytes(msgspec.json.encode([right]))
         assert "no engine of namespace '000000000000'" in fails("warm", str(file))
+        large = msgspec.structs.replace(right, hashes="ab" * PIN_BYTES_MAX)
+        for number in range(PINS_BYTES_MAX // PIN_BYTES_MAX):
+            admin.pin(store.path, msgspec.structs.replace(large, name=str(number)))
+        with pytest.raises(KVStoreError, match=f"expected up to {PINS_BYTES_MAX} bytes of hashes"):
+            admin.pin(store.path, right)
         for number in range(PINS_MAX):
             admin.pin(store.path, msgspec.structs.replace(right, name=str(number)))
         with pytest.raises(KVStoreError, match=f"there are {PINS_MAX} already"):

@@ -46,6 +46,7 @@ NAME_MAX = 256  # characters
 TENANTS_MAX = 256  # of a store; blocks of further tenants count for none
 PINS_MAX = 256  # of a store
 PIN_BYTES_MAX = 512 << 10  # of the hashes of one: 16,384 blocks of 32 bytes each
+PINS_BYTES_MAX = 16 << 20  # of all
 TEXT_MAX = 4096
 PORT_MAX = 65535
 

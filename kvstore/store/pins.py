@@ -8,6 +8,7 @@ and half of a namespace's slots stay for other blocks. Pins end with the store.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
@@ -29,6 +30,7 @@ from kvstore.wire.engine import Prefix
 
 _LOOK_NS = 100_000_000
 _LOOK_NS_MAX = 10_000_000_000
+_LOOKED_MAX = 4096  # blocks in one turn, and those of one pin more
 _OWN_PART = 2  # of a namespace's slots: half may be pinned
 
 Name = tuple[str, bytes, str]  # namespace, scope, name
@@ -106,7 +108,7 @@ class Pins:
         self._tenants = tenants
         self._said = said
         self._pins: dict[Name, _Pin] = {}
-        self._keys: set[BlockKey] = set()  # of all blocks that are pinned
+        self._keys: Counter[BlockKey] = Counter()  # of blocks that are pinned, and how often
         self._bytes_max = 0
 
     def use(self, bytes_max: int) -> None:
@@ -133,12 +135,14 @@ class Pins:
             return
         if before is None and len(self._pins) >= limits.PINS_MAX:
             raise ConfigError(f"pin {prefix.name!r}: there are {limits.PINS_MAX} already")
-        if before is not None and before.prefix == prefix:
-            before.look_ns = before.asked_ns = now_ns
-            return
-        if before is not None:
-            self._end(named)
-        self._pins[named] = _Pin(prefix, digest, now_ns, now_ns)
+        others = sum(len(p.prefix.hashes) for p in self._pins.values() if p is not before)
+        if others + len(prefix.hashes) > limits.PINS_BYTES_MAX:
+            most = f"expected up to {limits.PINS_BYTES_MAX} bytes of hashes of all pins"
+            raise ConfigError(f"pin {prefix.name!r}: {most}, found more")
+        if before is None:
+            self._pins[named] = _Pin(prefix, digest, now_ns, now_ns)
+        else:  # what it has stays until there is a lease on what it is to have
+            before.prefix, before.asked_ns, before.look_ns = prefix, now_ns, now_ns
 
     def warm(self, digest: str, prefix: Prefix, now_ns: int, lease_ns: int) -> int:
         """Bring what lower tiers have of a prefix into memory; count the blocks, these included.
@@ -163,27 +167,29 @@ class Pins:
 
     def removed(self, keys: Collection[BlockKey]) -> None:
         """Blocks have left memory; pinned ones do if their memory is taken away, or damaged."""
-        if not self._keys.isdisjoint(keys):
+        if not self._keys.keys().isdisjoint(keys):
             self.look_again()
 
     def tick(self, now_ns: int) -> None:
-        """Look at the pins whose time has come."""
-        due = [p for p in self._pins.values() if p.look_ns is not None and p.look_ns <= now_ns]
-        for pin in due:
-            self._look(pin, now_ns)
-        if due:
-            self._keys = {entry.key for pin in self._pins.values() for entry in pin.entries}
+        """Look at pins whose time has come, at some each turn."""
+        left = _LOOKED_MAX
+        for pin in self._pins.values():
+            if left > 0 and pin.look_ns is not None and pin.look_ns <= now_ns:
+                left -= pin.asked
+                self._look(pin, now_ns)
 
     def _look(self, pin: _Pin, now_ns: int) -> None:
         """Pin what there is now, and let go of what was pinned before after that."""
         namespace = self._namespaces.get(pin.digest)
         before = msgspec.structs.replace(pin)
+        self._count(pin, -1)
         pin.held = None
         whole = False
         if namespace is not None:
             room = self._room(pin, namespace)
             lease = self._lease(namespace, pin.prefix, min(pin.asked, room), now_ns, NEVER_NS)
             pin.held = None if lease is None else (namespace.manager, lease)
+            self._count(pin, 1)
             found = _blocks_in(lease)
             whole = found == pin.asked and all(e.state is State.READY for e in pin.entries)
             if found == room < pin.asked and found != pin.logged:
@@ -199,6 +205,13 @@ class Pins:
             before.release()  # but what a namespace has that was given up stays its own
         waits_ns = min(_LOOK_NS_MAX, max(_LOOK_NS, (now_ns - pin.asked_ns) // 4))
         pin.look_ns = None if whole else now_ns + waits_ns
+
+    def _count(self, pin: _Pin, by: int) -> None:
+        """Note the keys of what a pin has, or had."""
+        for entry in pin.entries:
+            self._keys[entry.key] += by
+            if not self._keys[entry.key]:
+                del self._keys[entry.key]
 
     def _lease(
         self, namespace: Namespace, prefix: Prefix, blocks: int, now_ns: int, end_ns: int
@@ -226,7 +239,9 @@ class Pins:
         return 0 if namespace is None else len(pin.entries) * namespace.layout.slot_bytes
 
     def _end(self, named: Name) -> None:
-        self._pins.pop(named).release()
+        pin = self._pins.pop(named)
+        self._count(pin, -1)
+        pin.release()
 
     def every(self) -> Iterator[Pinned]:
         """Go through all pins."""
