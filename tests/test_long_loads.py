@@ -336,7 +336,8 @@ def test_B15_a_disk_that_stalls_is_given_up_after_a_time_without_an_arrival(
         assert loaded["stalls"] < ON_DISK // 8 * 8
         [(came, blocks, quiet_s, whole_s)] = given_up(caplog)
         assert 0 < came < blocks == BLOCKS
-        assert 1 <= quiet_s < 2 < whole_s
+        assert 1 <= quiet_s < 2
+        assert whole_s > quiet_s + 0.3  # some came, one in 0.4 s
         assert store.given_up == 1
         eventually(store.let_go)
 
