@@ -278,7 +278,14 @@ def _add_pins(add: Callable[..., argparse.ArgumentParser]) -> tuple[argparse.Arg
     warm = add("warm", text, f"kvstore warm pins.json --store {_SOCKET}")
     warm.add_argument("file", type=Path, help="what `kvstore pin --json` has printed")
     warm.add_argument("--json", action="store_true", help="print a JSON list instead")
-    return pin, unpin, warm
+    text = "record what engines look up, as a trace for `kvstore replay`"
+    record = add("record", text, "kvstore record hour.jsonl.gz --for 1h --max 1GiB")
+    record.add_argument("file", type=Path, help="the file to make; an existing file is an error")
+    text = 'how long, such as "10min" (default: 1h); Ctrl-C ends it earlier'
+    record.add_argument("--for", dest="seconds", type=_wait, default=3600.0, help=text)
+    record.add_argument("--max", default="1GiB", help="largest file (default: 1GiB)")
+    record.add_argument("--json", action="store_true", help="print one JSON object")
+    return pin, unpin, warm, record
 
 
 def _user(text: str) -> int:
@@ -676,6 +683,32 @@ def _pins_in(path: Path) -> list[Pinned]:
         raise ConfigError(f"{path}: expected what `kvstore pin --json` prints: {exc}") from exc
 
 
+def _record(chosen: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from kvstore.store.record import Written, record
+    from kvstore.units import parse_bytes, sized
+
+    most = parse_bytes(chosen.max)
+
+    def told(done: Written) -> str:
+        counts = f"{done.requests:,} requests, {done.blocks:,} blocks"
+        return f"{done.seconds:.0f} s: {counts}, {sized(done.bytes)}"
+
+    with Console(stderr=True).status("recording") as status:
+        done = record(
+            chosen.store, chosen.file, chosen.seconds, most, chosen.user,
+            lambda done: status.update(told(done)),
+        )  # fmt: skip
+    if chosen.json:
+        _print_json(done)
+    else:
+        print(f"{chosen.file}: {told(done)}")
+    if done.dropped:
+        print(f"{done.dropped:,} lookups came too fast and are missing", file=sys.stderr)
+    return 0
+
+
 def _log_level(chosen: argparse.Namespace) -> int:
     from kvstore.store import admin
 
@@ -754,7 +787,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve, "check": _check, "size": _size, "status": _status, "top": _top,
     "stats": _stats, "clear": _clear, "resize": _resize, "reload": _reload, "drain": _drain,
     "quota": _quota, "pin": _pin, "unpin": _unpin, "warm": _warm, "fsck": _fsck,
-    "keygen": _keygen, "log-level": _log_level, "replay": _replay,
+    "keygen": _keygen, "log-level": _log_level, "replay": _replay, "record": _record,
 }  # fmt: skip
 
 if __name__ == "__main__":

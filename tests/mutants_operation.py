@@ -210,6 +210,14 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "order.share.used_bytes -= order.blocks * self._block_bytes",
         ),
     ),
+    "kvstore/store/record.py": (
+        ("record -k Q61_what", "digest_size=_ID_BYTES, key=salt", "digest_size=_ID_BYTES"),
+    ),
+    "kvstore/store/recorder.py": (
+        ("record -k Q61_a_store", "if self._bytes + len(lookup.hashes) > KEPT_BYTES:"),
+        ("record -k Q61_what", " or lookup.memory_only", ""),
+        ("record -k Q61_a_store", "if number != self._number and now_ns < self._until_ns:"),
+    ),
     "kvstore/replay.py": (
         ("replay -k Q60_the_bound", "(-following, -depth, block)", "(following, -depth, block)"),
         ("replay -k Q60_a_disk", "tiering.used(chain, lease)"),

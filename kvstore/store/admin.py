@@ -21,6 +21,7 @@ from kvstore.metrics import MEMORY, TABLE
 from kvstore.store.drain import DRAIN, Drained
 from kvstore.store.live_settings import Reloaded
 from kvstore.store.pins import Pinned
+from kvstore.store.recorder import Recording
 from kvstore.store.status import Status
 from kvstore.store.tenants import TenantShare
 from kvstore.wire import engine as p
@@ -141,6 +142,16 @@ def warm(address: str, wanted: Pinned, user: int | None = None) -> int:
     """
     query = p.Query("warm", prefix=wanted.prefix, namespace=wanted.namespace)
     return msgspec.json.decode(_ask(address, query, TIMEOUT_S, user), type=int)
+
+
+def record(address: str, number: int, user: int | None = None, *, ends: bool = False) -> Recording:
+    """Return what engines have looked up since the last call with this number, the first one aside.
+
+    ends: no other call follows. Raises StoreUnreachable, or StoreRefused during another recording.
+    """
+    query = p.Query("record", recording=number, ends=ends)
+    body = _ask(address, query, TIMEOUT_S, user)
+    return msgspec.json.decode(body, type=Recording)
 
 
 def _pins_of(body: bytes) -> list[Pinned]:

@@ -28,6 +28,7 @@ from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import MakeTiers, Namespaces, Send, StoreContext
 from kvstore.store.pins import Pins
+from kvstore.store.recorder import Recorder
 from kvstore.store.session import Phase, Session, Writing
 from kvstore.store.sessions import Sessions
 from kvstore.store.status import EngineStatus, History, Status, engines_of, status_of
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 BUG = "a bug of the store"
 QUERIES = (
     *("stats", "status", "clear", "resize", "reload", "source", "log-level", "quota"),
-    *("pin", "unpin", "warm"),
+    *("pin", "unpin", "warm", "record"),
     *DRAINS,
 )
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
@@ -108,6 +109,7 @@ class Store:
         self.tenants.use(config.tenants)
         self.pins = Pins(self.namespaces, self._lookups, self.tenants, self._said)
         self.pins.use(config.engine.pinned_bytes)
+        self._recorder = Recorder()
         self._around_pins = self._barrier.around("pins")
         self.plugins: Sequence[Plugin] = ()  # whose tiers are in make_tiers
         self.settings = LiveSettings(config, pool.extent_bytes, self._use)
@@ -345,6 +347,7 @@ class Store:
         if step.unstored:
             namespace.unstored.add(map(BlockKey, step.unstored), namespace.manager.now_s)
         for lookup in step.lookups:
+            self._recorder.note(namespace, lookup, self._now_ns)
             answer = self._lookups.ask(session, namespace, lookup, self._now_ns)
             if answer is not None:
                 session.news.granted.append(answer)
@@ -436,8 +439,8 @@ class Store:
         if query.what == "reload":
             self.reload(connection)
             return
-        if query.what == "warm" and query.prefix is not None:
-            self._warm(connection, query.namespace, query.prefix)
+        if query.what == "record" or (query.what == "warm" and query.prefix is not None):
+            self._send(connection, p.Report(msgspec.json.encode(self._found(query))), None)
             return
         if query.what not in QUERIES:
             raise ProtocolError(f"query {query.what!r}, expected one of {', '.join(QUERIES)}")
@@ -447,13 +450,15 @@ class Store:
             raise ProtocolError(str(exc)) from None
         self._report(connection, query.what)
 
-    def _warm(self, connection: int, digest: str, prefix: p.Prefix) -> None:
-        """Bring a prefix up from lower tiers, and say how many blocks of it memory has then."""
+    def _found(self, query: p.Query) -> object:
+        """Return what was recorded, or how many blocks of a prefix are in memory once warm."""
         try:
-            blocks = self.pins.warm(digest, prefix, self._now_ns, self._engine.lease_ns)
+            if query.prefix is None:
+                return self._recorder.take(query.recording, self._now_ns, ends=query.ends)
+            lease_ns = self._engine.lease_ns
+            return self.pins.warm(query.namespace, query.prefix, self._now_ns, lease_ns)
         except ConfigError as exc:
             raise ProtocolError(str(exc)) from None
-        self._send(connection, p.Report(msgspec.json.encode(blocks)), None)
 
     def _change(self, query: p.Query) -> None:
         """Do what a query asks for. Raises ConfigError."""

@@ -237,7 +237,7 @@ class Query(Message, frozen=True):
 
     level: of "log-level". tenant, tier, quota_bytes, floor_bytes: of "quota"; without a tenant it
     changes nothing. prefix: of "pin", which lists all without one, "unpin" and "warm", in a
-    namespace.
+    namespace. recording: its number, of "record"; ends: it is over.
     """
 
     what: Name
@@ -249,6 +249,8 @@ class Query(Message, frozen=True):
     floor_bytes: Count = 0
     prefix: Prefix | None = None
     namespace: Name = ""
+    recording: Number = 0
+    ends: bool = False
 
 
 # Store to engine
