@@ -625,6 +625,8 @@ def _quota(chosen: argparse.Namespace) -> int:
 
 
 def _pin(chosen: argparse.Namespace) -> int:
+    from rich.text import Text
+
     from kvstore.printing import output, table
     from kvstore.store import admin
     from kvstore.units import sized
@@ -638,8 +640,8 @@ def _pin(chosen: argparse.Namespace) -> int:
     shown = table("name", "tenant", "model", "namespace", "blocks>", "of>", "size>")
     for each in found:
         blocks, asked = f"{each.blocks:,}", f"{each.asked:,}"
-        named = each.name, each.tenant, each.model, each.namespace[:12]
-        shown.add_row(*named, blocks, asked, sized(each.bytes))
+        named = each.name, each.tenant, each.model, one_line(each.namespace[:12], 12)
+        shown.add_row(*map(Text, named), blocks, asked, sized(each.bytes))
     output().print(shown)
     return 0
 

@@ -283,6 +283,8 @@ def test_Q50_Q51_wrong_pins_say_what_is_wrong(
             ({"hashes": "xy"}, "expected hexadecimal digits"),
             ({"width": 31}, "32 bytes of hashes, 31 each"),
             ({"width": 0}, "32 bytes of hashes, 0 each"),
+            ({"name": "[red]x"}, "name of a pin: expected up to 63 letters"),
+            ({"name": "x\x1b[2J"}, "name of a pin: expected up to 63 letters"),
         ):
             wrong = msgspec.structs.replace(right, **change)
             file.write_bytes(msgspec.json.encode([wrong]))
@@ -298,6 +300,7 @@ def test_Q50_Q51_wrong_pins_say_what_is_wrong(
             admin.pin(store.path, msgspec.structs.replace(right, name=str(number)))
         with pytest.raises(KVStoreError, match=f"there are {PINS_MAX} already"):
             admin.pin(store.path, right)
+        assert fails("unpin", "x").endswith("103, 104, 105, 106, ...\n")
 
 
 def test_Q50_an_incomplete_pin_is_looked_at_less_and_less_often(tmp_path: Path) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -94,8 +93,11 @@ def test_Q61_a_store_keeps_little_and_not_for_long_and_for_one_only(tmp_path: Pa
 
 
 def test_Q61_the_command_ends_in_time_by_size_or_by_ctrl_c(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
     with LiveStore(store_settings(tmp_path)) as store, engine(store) as one:
 
         def run(file: str, *words: str) -> dict[str, float]:
@@ -106,8 +108,8 @@ def test_Q61_the_command_ends_in_time_by_size_or_by_ctrl_c(
 
         assert 0.5 <= run("time", "--for", "500ms")["seconds"] < 30
         assert run("size", "--max", "1B")["seconds"] < 30
-        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
+        clock = SimpleNamespace(sleep=interrupted, monotonic=time.monotonic)
+        monkeypatch.setattr("kvstore.store.record.time", clock)
         assert run("signal")["requests"] == 0
         asks(one, hashes(2))
         words = ["record", str(tmp_path / "time"), "--store", f"unix://{store.path}"]

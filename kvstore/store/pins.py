@@ -21,6 +21,7 @@ from kvstore.core.manager import Manager
 from kvstore.core.types import TAG_BYTES, BlockKey, Chain
 from kvstore.logs import RateLog
 from kvstore.metrics import MEMORY
+from kvstore.settings import read_tenant
 from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import Namespaces
@@ -31,6 +32,7 @@ from kvstore.wire.engine import Prefix
 _LOOK_NS = 100_000_000
 _LOOK_NS_MAX = 10_000_000_000
 _LOOKED_MAX = 4096  # blocks in one turn, and those of one pin more
+_NAMED_MAX = 10  # pins that an error names
 _OWN_PART = 2  # of a namespace's slots: half may be pinned
 
 Name = tuple[str, bytes, str]  # namespace, scope, name
@@ -124,9 +126,13 @@ class Pins:
     def hold(self, digest: str, prefix: Prefix, now_ns: int) -> None:
         """Pin a prefix, instead of what has its name; without hashes: let that go.
 
-        Raises ProtocolError for wrong hashes, ConfigError when there are too many pins.
+        Raises ProtocolError for a wrong name or hashes, ConfigError when there are too many pins.
         """
         blocks = _blocks_of(prefix)
+        try:
+            read_tenant(prefix.name, {})
+        except ConfigError as exc:
+            raise ProtocolError(f"name of a pin: {exc}") from None
         named = digest, prefix.scope, prefix.name
         before = self._pins.get(named)
         if not blocks:
@@ -160,7 +166,9 @@ class Pins:
         """End the pins of this name, in all namespaces. Raises ConfigError if there is none."""
         found = [named for named in self._pins if named[2] == name]
         if not found:
-            there = ", ".join(sorted({named[2] for named in self._pins})) or "none"
+            names = sorted({named[2] for named in self._pins})
+            there = ", ".join(names[:_NAMED_MAX]) or "none"
+            there += ", ..." if len(names) > _NAMED_MAX else ""
             raise ConfigError(f"unpin {name!r}: expected the name of a pin, there are {there}")
         for named in found:
             self._end(named)
