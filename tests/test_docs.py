@@ -80,7 +80,7 @@ def test_a_tier_that_is_shown_keeps_the_contract(files: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_folder_tier.py"],
         cwd=files, capture_output=True, text=True, check=False, timeout=600,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE)
