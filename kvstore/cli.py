@@ -271,7 +271,7 @@ def _add_pins(add: Callable[..., argparse.ArgumentParser]) -> tuple[argparse.Arg
     pin = add("pin", text, example, f"kvstore pin pins.json --store {_SOCKET}")
     pin.add_argument("file", nargs="?", type=Path, help="what `kvstore pin --json` has printed")
     pin.add_argument("--json", action="store_true", help="print a JSON list instead")
-    text = "let go of a pinned prefix"
+    text = "end the pin of a prefix"
     unpin = add("unpin", text, f"kvstore unpin system-prompt --store {_SOCKET}")
     unpin.add_argument("name", help="the pin's name, as `kvstore pin` shows it")
     text = "read prefixes from disk into memory, before they are asked for"

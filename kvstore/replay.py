@@ -1,9 +1,10 @@
 """`kvstore replay`: what a trace of requests would have hit, by the manager that stores run.
 
-Each request of the trace looks its blocks up, uses what is there, and stores the rest; time is the
-trace's. Slots have no memory. The offline bound is Belady's MIN with bypass: of all that is here,
-and the block that comes, the one goes whose next use is farthest. Each use of a block is one of
-those above it, too, so that what is here stays a set of prefixes, and the bound is exact.
+Each request of the trace looks up its blocks, uses those that are present, and stores the others.
+The trace's timestamps are the time. Slots have no memory. The offline bound is Belady's MIN with
+bypass: of all present blocks and the one that comes, it evicts the one whose next use is farthest.
+Each use of a block is one of those above it, too, so that what is present stays a set of prefixes,
+and the bound is exact.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Request(msgspec.Struct, frozen=True):
     """
 
     hash_ids: list[Id]
-    timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e15)] = 0.0
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=4e12)] = 0.0  # a manager's seconds are u32
     input_length: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
 
 
@@ -99,6 +100,8 @@ def read_trace(path: Path) -> Trace:
             expected = 'expected a request such as {"timestamp": 0, "hash_ids": [1, 2]}'
             raise ConfigError(f"{path}:{number}: {expected}: {exc}") from None
         count = len(request.hash_ids)
+        if len(set(request.hash_ids)) < count:
+            raise ConfigError(f"{path}:{number}: expected hash_ids that differ, found one twice")
         blocks, longest = blocks + count, max(longest, count)
         if blocks > BLOCKS_MAX:
             raise ConfigError(f"{path}:{number}: expected up to {BLOCKS_MAX:,} blocks, found more")

@@ -152,7 +152,7 @@ def test_Q50_a_tenants_pins_are_within_its_quota_and_its_own(tmp_path: Path) -> 
         eventually(lambda: pins(store) == {"mine": 3})
         (found,) = admin.pins(store.path)
         assert (found.tenant, found.asked, found.bytes) == ("a", 4, 3 * MIB)
-        pin(one, "mine", [])  # nobody's of that name
+        pin(one, "mine", [])  # the same name without a tenant: another pin
         fill(one, "more")
         assert here(one, chain, tag) == 3
         admin.set_quota(store.path, "a", "cpu", MIB)

@@ -152,6 +152,8 @@ def test_Q60_the_command_prints_a_table_and_json(
         ('{"hash_ids": [1]}\n{"hash_ids": [-1]}', ":2: expected a request such as"),
         ('{"hash_ids": [1], "timestamp": "now"}', ":1: expected a request such as"),
         ("[1, 2]", ":1: expected a request such as"),
+        ('{"hash_ids": [1, 2, 1]}', ":1: expected hash_ids that differ, found one twice"),
+        ('{"hash_ids": [1], "timestamp": 1764150000000000}', ":1: expected a request such as"),
         ("\x1f\x8b not zipped", "cannot be read"),
     ],
 )

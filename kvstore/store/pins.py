@@ -1,4 +1,4 @@
-"""Prefixes that stay in memory until they are let go, whatever else is used meanwhile.
+"""Pins: prefixes that stay in memory until they are unpinned.
 
 A pin has a name and the blocks of a prompt. What memory has of them is leased without an end, what
 only a lower tier has is read first, and what is stored later is leased then: an incomplete pin is
@@ -114,7 +114,7 @@ class Pins:
         self._bytes_max = 0
 
     def use(self, bytes_max: int) -> None:
-        """Have another cap; more than that is let go at the next turn."""
+        """Set another cap; the next turn unpins what is beyond it."""
         self._bytes_max = bytes_max
         self.look_again()
 
@@ -187,7 +187,7 @@ class Pins:
                 self._look(pin, now_ns)
 
     def _look(self, pin: _Pin, now_ns: int) -> None:
-        """Pin what there is now, and let go of what was pinned before after that."""
+        """Pin what is present now, then unpin what was pinned before."""
         namespace = self._namespaces.get(pin.digest)
         before = msgspec.structs.replace(pin)
         self._count(pin, -1)

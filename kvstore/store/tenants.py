@@ -42,7 +42,7 @@ class Tenants:
     def join(self, names: Iterable[str]) -> bool:
         """Know of these from now on; True if one is new. Raises ProtocolError for a wrong name.
 
-        Blocks of those beyond the limit are nobody's.
+        A name beyond the limit is ignored: its blocks count for no tenant.
         """
         before = len(self.names)
         for name in names:
