@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.live import eventually
 from tests.harness.loopfs import LoopDisk, loop_disk
 from tests.harness.served import PROMOTE_S, Served, served
 
@@ -41,7 +42,7 @@ def test_a_full_file_system(store: Served, disk: LoopDisk) -> None:
     before = store.disk_bytes
     for _ in range(3):
         store.work()
-        assert store.disk_bytes == before, "it grew on a full disk"
+        eventually(lambda: store.disk_bytes == before)  # an extent counts while it is tried
     assert store.state in {"ok", "read_only"}
     disk.empty()
     store.work_until(lambda: store.disk_bytes > before, "growth")

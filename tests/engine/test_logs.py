@@ -10,7 +10,7 @@ import pytest
 
 from tests.bench.engine import Engine
 from tests.engine.facts import IMPORTS_VLLM, facts, identity, with_weights
-from tests.engine.support import Troubled, attach
+from tests.engine.support import Troubled, attach, eventually
 
 pytestmark = IMPORTS_VLLM
 
@@ -32,7 +32,13 @@ def test_Q31_Q32_Q33_an_engine_with_another_seed_says_so_in_vllms_log_and_the_st
     assert "set the same PYTHONHASHSEED" in warning
     (attached,) = [line for line in said if "kvstore: attached" in line]
     assert " INFO " in attached
-    lines = [line for line in store.log_path.read_text().splitlines() if "engine 'odd' (" in line]
+
+    def told() -> list[str]:
+        lines = store.log_path.read_text().splitlines()
+        return [line for line in lines if "engine 'odd' (" in line]
+
+    eventually(lambda: len(told()) >= 3, within_s=60)  # the engine has ended, its store goes on
+    lines = told()
     assert ["WARNING" in line for line in lines] == [False, True, False]
     assert "model llama_s" in lines[0] or "model /" in lines[0]
     assert "set the same PYTHONHASHSEED" in lines[1]
