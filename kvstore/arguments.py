@@ -1,16 +1,24 @@
-"""Arguments of a command: what is wrong with them is one line, with what was meant."""
+"""What commands have in common: arguments, and JSON on standard output.
+
+What is wrong with an argument is one line, with what was meant.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from kvstore.units import one_line, shown
+import msgspec
+
+from kvstore.core.errors import ConfigError
+from kvstore.units import one_line, parse_duration_ns, shown
 
 ERROR_MAX = 1000  # characters
+EVERY_S_MIN, EVERY_S_MAX = 0.1, 3600.0
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,3 +60,31 @@ def count(least: int, most: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def seconds(text: str) -> float:
+    """Read a duration."""
+    try:
+        return parse_duration_ns(text) / 1e9
+    except ConfigError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def every(text: str) -> float:
+    """Read how often something is to be done."""
+    found = seconds(text)
+    if not EVERY_S_MIN <= found <= EVERY_S_MAX:
+        raise argparse.ArgumentTypeError(f'expected "100ms" to "1h", found {text!r}')
+    return found
+
+
+def price(text: str) -> float:
+    """Read an amount of money."""
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f'expected a number such as "0.25", found {shown(text)}')
+    return float(text)
+
+
+def print_json(value: object) -> None:
+    """Print one line of JSON."""
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvstore import __version__
-from kvstore.arguments import Parser, count
+from kvstore import __version__, trace_commands
+from kvstore.arguments import Parser, count, every, print_json, seconds
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.core.limits import HEADS_MAX
 from kvstore.logs import FORMATS, LEVELS, default_format, log_to_stderr
@@ -40,9 +40,6 @@ SECONDS_MAX = 600
 TEXT_MAX = 2000  # characters of a finding
 BLOCK_MAX = 1 << 20
 COUNT_MAX = 10**9
-BLOCK_TOKENS = 512  # of Mooncake's traces
-EVERY_S_MIN = 0.1
-EVERY_S_MAX = 3600.0
 
 _EXAMPLES = """\
 examples:
@@ -142,20 +139,21 @@ def _parser() -> argparse.ArgumentParser:
     status = add("status", text, "kvstore status", f"kvstore status --json --store {_SOCKET}")
     status.add_argument("--json", action="store_true", help="print one JSON object")
     top = add("top", "show a running store live; q ends it", "kvstore top", "kvstore top --once")
-    every = 'how often to look, such as "2s" (default: 1s, at least 100ms)'
-    top.add_argument("--every", type=_every, default=1.0, help=every)
+    text = 'how often to look, such as "2s" (default: 1s, at least 100ms)'
+    top.add_argument("--every", type=every, default=1.0, help=text)
     top.add_argument("--once", action="store_true", help="show it once")
     top.add_argument("--json", action="store_true", help="print one JSON object each time")
     stats = add("stats", "show the metrics of a running store", f"kvstore stats --store {_SOCKET}")
     stats.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     clear = add("clear", "drop all blocks of a running store", f"kvstore clear --store {_SOCKET}")
-    running = status, top, stats, clear, *_life_cycle(add)
+    running = status, top, stats, clear, *_life_cycle(add), *trace_commands.of_stores(add)
     user = "name or number of the user that runs the store (default: yourself or root)"
     for command in running:
         place = f"the store's socket, or engine:ID for an engine's private one (default: {_SOCKET})"
         command.add_argument("--store", default=_SOCKET, help=place)
         command.add_argument("--user", type=_user, help=user)
     _without_store(add)
+    trace_commands.add_replay(add)
     return parser
 
 
@@ -169,12 +167,6 @@ def _without_store(add: Callable[..., argparse.ArgumentParser]) -> None:
     fsck.add_argument(
         "--json", action="store_true", help="print one JSON object instead of a table"
     )
-    text = "say what a trace of requests would have hit"
-    replay = add(
-        "replay", text, "kvstore replay trace.jsonl.gz --cpu 5% --nvme 20%",
-        "kvstore replay trace.jsonl.gz --cpu 64GiB --block-bytes 2MiB --json",
-    )  # fmt: skip
-    _add_replay(replay)
     text = "make a cluster key for stores that hand over blocks to each other"
     keygen = add("keygen", text, "kvstore keygen /etc/kvstore/cluster.key")
     keygen.add_argument("path", type=Path, help="the file to make; an existing file is an error")
@@ -213,20 +205,6 @@ def _add_size(size: argparse.ArgumentParser) -> None:
     size.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
-def _add_replay(replay: argparse.ArgumentParser) -> None:
-    replay.add_argument("trace", type=Path, help="requests, a line of JSON each; may be gzipped")
-    sizes = 'a part of the unique blocks such as "5%%", blocks, or bytes with --block-bytes'
-    replay.add_argument("--cpu", required=True, help=f"memory: {sizes}")
-    replay.add_argument("--nvme", help="disk, in the same way (default: none)")
-    replay.add_argument("--policy", choices=["lru"], default="lru", help="default: lru")
-    text = "of a block, as `kvstore size` says"
-    replay.add_argument("--block-bytes", help=f'bytes {text}, such as "2MiB"')
-    tokens = f"tokens of a block of the trace (default: {BLOCK_TOKENS})"
-    most = count(1, BLOCK_MAX)
-    replay.add_argument("--block-tokens", type=most, default=BLOCK_TOKENS, help=tokens)
-    replay.add_argument("--json", action="store_true", help="print one JSON object instead")
-
-
 def _life_cycle(
     add: Callable[..., argparse.ArgumentParser],
 ) -> tuple[argparse.ArgumentParser, ...]:
@@ -247,7 +225,7 @@ def _life_cycle(
     drain.add_argument("--json", action="store_true", help="print one JSON object")
     for command in (resize, drain):
         text = 'how long to wait, such as "30s" (default: until it is done)'
-        command.add_argument("--wait", type=_wait, default=math.inf, help=text)
+        command.add_argument("--wait", type=seconds, default=math.inf, help=text)
     example = f"kvstore reload --store {_SOCKET}"
     reload = add("reload", "have a running store read its configuration again", example)
     reload.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
@@ -278,14 +256,7 @@ def _add_pins(add: Callable[..., argparse.ArgumentParser]) -> tuple[argparse.Arg
     warm = add("warm", text, f"kvstore warm pins.json --store {_SOCKET}")
     warm.add_argument("file", type=Path, help="what `kvstore pin --json` has printed")
     warm.add_argument("--json", action="store_true", help="print a JSON list instead")
-    text = "record what engines look up, as a trace for `kvstore replay`"
-    record = add("record", text, "kvstore record hour.jsonl.gz --for 1h --max 1GiB")
-    record.add_argument("file", type=Path, help="the file to make; an existing file is an error")
-    text = 'how long, such as "10min" (default: 1h); Ctrl-C ends it earlier'
-    record.add_argument("--for", dest="seconds", type=_wait, default=3600.0, help=text)
-    record.add_argument("--max", default="1GiB", help="largest file (default: 1GiB)")
-    record.add_argument("--json", action="store_true", help="print one JSON object")
-    return pin, unpin, warm, record
+    return pin, unpin, warm
 
 
 def _user(text: str) -> int:
@@ -293,26 +264,6 @@ def _user(text: str) -> int:
         return read_user(int(text) if text.isdecimal() else text, {})
     except ConfigError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
-
-
-def _wait(text: str) -> float:
-    from kvstore.units import parse_duration_ns
-
-    try:
-        return parse_duration_ns(text) / 1e9
-    except ConfigError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
-
-
-def _every(text: str) -> float:
-    seconds = _wait(text)
-    if not EVERY_S_MIN <= seconds <= EVERY_S_MAX:
-        raise argparse.ArgumentTypeError(f'expected "100ms" to "1h", found {text!r}')
-    return seconds
-
-
-def _print_json(value: object) -> None:
-    print(msgspec.json.encode(value).decode())
 
 
 def _serve(chosen: argparse.Namespace) -> int:
@@ -352,7 +303,7 @@ def _check(chosen: argparse.Namespace) -> int:
     else:
         findings = examine(load(chosen.config))
     if chosen.json:
-        _print_json(findings)
+        print_json(findings)
     else:
         width = max(len(finding.what) for finding in findings)
         for finding in findings:
@@ -397,7 +348,7 @@ def _check_disk(chosen: argparse.Namespace) -> int:
     with share() as watch:
         report = measure(folder, chosen.seconds or SECONDS, watch)
     if chosen.json:
-        _print_json(report)
+        print_json(report)
     else:
         show(report)
     return 0
@@ -423,7 +374,7 @@ def _size(chosen: argparse.Namespace) -> int:
     size = model_size(chosen.model, chosen.dtype, chosen.state_dtype, chosen.tp, chosen.block_size)
     told = report(size, tiers, chosen.tokens)
     if chosen.json:
-        _print_json(told)
+        print_json(told)
     else:
         show(told)
     return 0
@@ -434,7 +385,7 @@ def _status(chosen: argparse.Namespace) -> int:
 
     found = admin.status(chosen.store, user=chosen.user)
     if chosen.json:
-        _print_json(found)
+        print_json(found)
         return 0
     from kvstore.printing import output
     from kvstore.store.top import words
@@ -457,7 +408,7 @@ def _stats(chosen: argparse.Namespace) -> int:
 
     found = admin.stats(chosen.store, user=chosen.user)
     if chosen.json:
-        _print_json(found)
+        print_json(found)
         return 0
     from kvstore.printing import output, table
 
@@ -498,7 +449,7 @@ def _fsck(chosen: argparse.Namespace) -> int:
 
         report: FsckReport = examine(chosen.directory, repair=chosen.repair, watch=watch)
     if chosen.json:
-        _print_json(report)
+        print_json(report)
     else:
         _show_fsck(report)
     return 0 if report.ok or chosen.repair else 1
@@ -587,7 +538,7 @@ def _reload(chosen: argparse.Namespace) -> int:
 
     found = admin.reload(chosen.store, user=chosen.user)
     if chosen.json:
-        _print_json(found.differing)
+        print_json(found.differing)
         return 0
     for difference in found.differing:
         print(difference.text)
@@ -613,7 +564,7 @@ def _quota(chosen: argparse.Namespace) -> int:
         found = admin.set_quota(chosen.store, chosen.tenant, chosen.tier, limit, keeps, chosen.user)
         print("after a restart the limits of the configuration file hold again", file=sys.stderr)
     if chosen.json:
-        _print_json([each._asdict() for each in found])
+        print_json([each._asdict() for each in found])
         return 0
     shown = table("tenant", "tier", "used>", "quota>", "floor>")
     for each in found:
@@ -635,7 +586,7 @@ def _pin(chosen: argparse.Namespace) -> int:
         admin.pin(chosen.store, wanted, chosen.user)
     found = admin.pins(chosen.store, chosen.user)
     if chosen.json:
-        _print_json(found)
+        print_json(found)
         return 0
     shown = table("name", "tenant", "model", "namespace", "blocks>", "of>", "size>")
     for each in found:
@@ -666,7 +617,7 @@ def _warm(chosen: argparse.Namespace) -> int:
             asked = len(each.prefix.hashes) // max(1, each.width)
             found.append({"name": each.name, "blocks": blocks, "asked": asked})
     if chosen.json:
-        _print_json(found)
+        print_json(found)
     else:
         for row in found:
             print(f"{row['name']}: {row['blocks']:,} of {row['asked']:,} blocks in memory")
@@ -683,32 +634,6 @@ def _pins_in(path: Path) -> list[Pinned]:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path}: expected what `kvstore pin --json` prints: {exc}") from exc
-
-
-def _record(chosen: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from kvstore.store.record import Written, record
-    from kvstore.units import parse_bytes, sized
-
-    most = parse_bytes(chosen.max)
-
-    def told(done: Written) -> str:
-        counts = f"{done.requests:,} requests, {done.blocks:,} blocks"
-        return f"{done.seconds:.0f} s: {counts}, {sized(done.bytes)}"
-
-    with Console(stderr=True).status("recording") as status:
-        done = record(
-            chosen.store, chosen.file, chosen.seconds, most, chosen.user,
-            lambda done: status.update(told(done)),
-        )  # fmt: skip
-    if chosen.json:
-        _print_json(done)
-    else:
-        print(f"{chosen.file}: {told(done)}")
-    if done.dropped:
-        print(f"{done.dropped:,} lookups came too fast and are missing", file=sys.stderr)
-    return 0
 
 
 def _log_level(chosen: argparse.Namespace) -> int:
@@ -733,7 +658,7 @@ def _drain(chosen: argparse.Namespace) -> int:
             if time.monotonic() >= deadline_s:
                 break
     if chosen.json:
-        _print_json(state)
+        print_json(state)
     elif chosen.cancel:
         print("the store takes engines and peers again")
     elif state.done:
@@ -743,38 +668,6 @@ def _drain(chosen: argparse.Namespace) -> int:
     if state.failed:
         print(f"{state.failed:,} blocks could not be written; see the log", file=sys.stderr)
     return int(not chosen.cancel and (not state.done or state.failed > 0))
-
-
-def _replay(chosen: argparse.Namespace) -> int:
-    from kvstore.printing import output, share, table
-    from kvstore.replay import blocks_of, read_trace, replay
-    from kvstore.units import parse_bytes
-
-    block_bytes = None if chosen.block_bytes is None else parse_bytes(chosen.block_bytes)
-    if block_bytes == 0:
-        raise ConfigError("--block-bytes: expected more than 0, found 0")
-    trace = read_trace(chosen.trace)
-    memory = blocks_of(chosen.cpu, trace.unique, block_bytes)
-    disk = None if chosen.nvme is None else blocks_of(chosen.nvme, trace.unique, block_bytes)
-    with share() as tell:
-        text = f"{trace.blocks:,} blocks"
-        found = replay(trace, memory, disk, chosen.block_tokens, lambda part: tell(part, text))
-    if chosen.json:
-        _print_json(found)
-        return 0
-    shown = table("tier", "blocks>", "of unique>", "hit ratio>")
-    for tier in found.tiers:
-        part = f"{tier.blocks / found.unique_blocks:.1%}"
-        shown.add_row(tier.name, f"{tier.blocks:,}", part, f"{tier.block_hit_ratio:.4f}")
-    output().print(shown)
-    print(
-        f"all tiers: {found.block_hit_ratio:.4f} of {found.lookups:,} blocks,"
-        f" {found.token_hit_ratio:.4f} of tokens\n"
-        f"best possible with as much: {found.min_block_hit_ratio:.4f} of blocks"
-    )
-    if disk is not None:
-        print(f"written to disk: {found.written_blocks_per_lookup:.4f} blocks per block looked up")
-    return 0
 
 
 def _keygen(chosen: argparse.Namespace) -> int:
@@ -789,7 +682,8 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve, "check": _check, "size": _size, "status": _status, "top": _top,
     "stats": _stats, "clear": _clear, "resize": _resize, "reload": _reload, "drain": _drain,
     "quota": _quota, "pin": _pin, "unpin": _unpin, "warm": _warm, "fsck": _fsck,
-    "keygen": _keygen, "log-level": _log_level, "replay": _replay, "record": _record,
+    "keygen": _keygen, "log-level": _log_level,
+    **trace_commands.COMMANDS,
 }  # fmt: skip
 
 if __name__ == "__main__":

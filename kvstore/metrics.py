@@ -181,6 +181,10 @@ TABLE = (
     Spec("kvstore_build_info", "gauge",
          "Always 1: the version of the store, and of its protocol with engines.",
          ("version", "protocol")),
+    Spec("kvstore_predicted_hit_ratio", "gauge",
+         "Part of the blocks asked for that would be hit if a tier had a multiple of its size, by"
+         " least recent use.",
+         ("namespace", "tier", "size")),
     Spec("kvstore_pinned_bytes", "gauge",
          "Slots of a namespace that cannot be evicted, by cause: lease, pin, copy, coming,"
          " credit.",

@@ -210,6 +210,18 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "order.share.used_bytes -= order.blocks * self._block_bytes",
         ),
     ),
+    "kvstore/core/hit_curve.py": (
+        ("hit_curve -k Q62_what_was_stored", "self._used(last, self._times, hashed, 0.0)", "pass"),
+        ("hit_curve -k Q62_a_block_of_every", "if count < _HOT or", "if True or"),
+        ("hit_curve -k Q62_it_stays", "if len(self._hashes) < SAMPLES:", "if True:"),
+        ("hit_curve -k Q62_the_curve", "sampled * (_HASHES / self._limit) + hot", "sampled + hot"),
+        ("hit_curve -k Q62_a_request", "for hashed in reversed(", "for hashed in list("),
+    ),
+    "kvstore/store/asked.py": (
+        ("advise -k Q62_a_store", "lookup.memory_only or not blocks", "not blocks"),
+        ("advise -k Q62_a_long", "or self._blocks + blocks > WAITING_MAX", ""),
+        ("advise -k Q62_a_tenants", "lookup.width, groups, lookup.scope)", "lookup.width, groups)"),
+    ),
     "kvstore/store/record.py": (
         ("record -k Q61_what", "digest_size=_ID_BYTES, key=salt", "digest_size=_ID_BYTES"),
     ),

@@ -54,7 +54,18 @@ UNITS = (
     "sessions",
     "tiers",
 )
-NO_UNIT = {"events", "refused", "started", "ended", "open", "info", "starts", "up", "draining"}
+NO_UNIT = {
+    "events",
+    "refused",
+    "started",
+    "ended",
+    "open",
+    "info",
+    "starts",
+    "up",
+    "draining",
+    "ratio",
+}
 ROOT = Path(__file__).parent.parent
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -123,7 +134,7 @@ def test_names_and_helps_follow_the_rules() -> None:
 def test_M3_no_label_can_take_any_value() -> None:
     allowed = {"tier", "outcome", "reason", "event", "namespace", "direction", "state", "phase"}
     allowed |= {"call", "le", "what", "model", "dtype", "block_tokens", "block_bytes"}
-    allowed |= {"cause", "queue", "version", "protocol", "tenant"}
+    allowed |= {"cause", "queue", "version", "protocol", "tenant", "size"}
     assert {label for spec in TABLE for label in spec.labels} <= allowed
     assert len({spec.name for spec in TABLE}) == len(TABLE)
 

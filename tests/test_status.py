@@ -36,6 +36,7 @@ from kvstore.store.status import (
     Finding,
     History,
     ModelStatus,
+    Prediction,
     Status,
     TenantStatus,
     TierStatus,
@@ -142,7 +143,16 @@ def test_Q44_Q48_status_says_how_a_store_is_in_words_and_as_one_object(watched: 
 
 def test_every_field_of_the_object_is_explained() -> None:
     page = text("docs/operate/status.md").partition("## As JSON")[2]
-    for kind in (Status, Tokens, TierStatus, ModelStatus, EngineStatus, TenantStatus, Finding):
+    for kind in (
+        Status,
+        Tokens,
+        TierStatus,
+        ModelStatus,
+        EngineStatus,
+        TenantStatus,
+        Prediction,
+        Finding,
+    ):
         missing = [name for name in kind.__struct_fields__ if f"`{name}`" not in page]
         assert not missing, kind
 
@@ -419,6 +429,7 @@ def test_Q48_the_page_shows_the_store_in_a_real_browser(watched: Watched, tmp_pa
     with LiveStore(watched.settings) as store:
         with engine(store, EVIL, model=EVIL) as live:
             used(store, live)
+            live.ask(hashes(1, "mine"))
             page = browser.browse(chromium, tmp_path, url, "--dump-dom")
         store.stop()
         gone = tmp_path / "gone.html"
@@ -429,6 +440,10 @@ def test_Q48_the_page_shows_the_store_in_a_real_browser(watched: Watched, tmp_pa
     assert [row[:2] for row in rows_of(page, "tiers")] == [["cpu", "ok"], ["nvme", "ok"]]
     assert rows_of(page, "from")[0] == ["hit in cpu", "60", "60", "60.0 %"]
     assert ["missed: never_seen", "-", "40", "40.0 %"] in rows_of(page, "from")
+    curves = rows_of(page, "curves")
+    shown = EVIL.replace("\x1b", "?")
+    assert [row[:2] for row in curves] == [[shown, "cpu"], [shown, "nvme"]]
+    assert all(re.search(r"\d\.\d %$", cell) for row in curves for cell in row[2:])
     (model,) = rows_of(page, "models")
     (who,) = rows_of(page, "engines")
     assert model[0] == EVIL.replace("\x1b", "?")

@@ -19,6 +19,7 @@ from tiers.cpu import CpuMemory
 from tiers.nvme import NvmeDisk
 
 DISK_STATES = ("ok", "loading", "read_only", "off")
+SIZES = {"0.5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0}  # of a tier: times what it has
 
 
 def count_step(numbers: Numbers, label: str, step: Step, tiers: Collection[str]) -> None:
@@ -139,6 +140,31 @@ def disk_gauges(disk: NvmeDisk, numbers: Numbers) -> dict[tuple[str, ...], float
         label = space.digest[:LABEL_DIGITS]
         found["kvstore_tier_slots", NVME, label, "free"] = space.free
         found["kvstore_tier_slots", NVME, label, "used"] = space.total - space.free
+    return found
+
+
+def curve_gauges(
+    namespaces: Mapping[str, Namespace], pool: CpuMemory, disk: NvmeDisk | None
+) -> dict[tuple[str, ...], float]:
+    """Return what namespaces would hit with tiers of other sizes, which they share as now.
+
+    The disk has what memory has, too.
+    """
+    memory = {d: n.manager.slots.total * n.layout.slot_bytes for d, n in namespaces.items()}
+    tiers = [(MEMORY, pool.capacity_bytes, memory)]
+    if disk is not None:
+        on_disk = {space.digest: space.total * space.slot_bytes for space in disk.spaces}
+        tiers.append((NVME, disk.capacity_bytes, on_disk))
+    found: dict[tuple[str, ...], float] = {}
+    for digest, namespace in namespaces.items():
+        least = 0.0
+        for tier, capacity_bytes, has in tiers if namespace.curve.uses else ():
+            part = has.get(digest, 0) / (sum(has.values()) or 1)
+            blocks = part * capacity_bytes / namespace.layout.slot_bytes
+            wanted = [max(least, times * blocks) for times in SIZES.values()]
+            least = blocks
+            for size, ratio in zip(SIZES, namespace.curve.ratios(wanted), strict=True):
+                found["kvstore_predicted_hit_ratio", digest[:LABEL_DIGITS], tier, size] = ratio
     return found
 
 

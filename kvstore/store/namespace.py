@@ -12,6 +12,7 @@ import msgspec
 
 from kvstore.barrier import Ended
 from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
+from kvstore.core.hit_curve import HitCurve
 from kvstore.core.layout import SlotLayout
 from kvstore.core.leases import PINS, Generations
 from kvstore.core.manager import Manager
@@ -73,6 +74,8 @@ class Namespace:
         evicted = _ghosts(2 * capacity_bytes // layout.slot_bytes)
         self.manager = Manager(layout.rules, self.generations, evicted, self._aged)
         self.unstored = _ghosts(0)  # blocks that were offered, and not stored
+        self.curve = HitCurve()
+        self.hash_bytes = 0  # of a block's hash, once an engine has asked for one
         self.tiering = make_tiering(self)
         self.around_tiers = Ended(lambda _: False)  # ends what they raise, in a store
         self.engines = Engines()

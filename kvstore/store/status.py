@@ -110,6 +110,17 @@ class TenantStatus(msgspec.Struct, frozen=True):
     floor_bytes: int
 
 
+class Prediction(msgspec.Struct, frozen=True):
+    """What would be hit of the blocks that a model's engines ask for, by the size of a tier.
+
+    ratios: by times of the size that it has; what its engines have themselves is asked for, too.
+    """
+
+    namespace: str
+    tier: str
+    ratios: dict[str, float]
+
+
 class Finding(msgspec.Struct, frozen=True):
     """Something that is wrong, and what to do. now: or it has happened since the start."""
 
@@ -138,6 +149,7 @@ class Status(msgspec.Struct, frozen=True):
     models: list[ModelStatus]
     engines: list[EngineStatus]
     tenants: list[TenantStatus]
+    predictions: list[Prediction]
     history: list[Tokens]
 
 
@@ -247,6 +259,7 @@ def status_of(
         models=_models(read),
         engines=engines,
         tenants=_tenants(read),
+        predictions=_predictions(read),
         history=list(history),
     )
 
@@ -310,6 +323,13 @@ def _tenants(read: _Read) -> list[TenantStatus]:
         TenantStatus(tenant, tier, has["used"], has.get("quota"), has["floor"])
         for (tenant, tier), has in sorted(found.items())
     ]
+
+
+def _predictions(read: _Read) -> list[Prediction]:
+    found: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for (namespace, tier, size), ratio in read.rows["kvstore_predicted_hit_ratio"]:
+        found[namespace, tier][size] = ratio
+    return [Prediction(*which, ratios) for which, ratios in sorted(found.items())]
 
 
 def _number(text: str) -> int:

@@ -20,9 +20,17 @@ from kvstore.handover.jobs import check_ranks
 from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.logs import RateLog, set_level
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
+from kvstore.store.asked import Asked, note_stored
 from kvstore.store.drain import DRAIN_CANCEL, DRAIN_NOW, DRAINS, REFUSAL, Drain
 from kvstore.store.extents import Memory
-from kvstore.store.gauges import count_step, disk_gauges, gauges, plugin_gauges, queue_gauges
+from kvstore.store.gauges import (
+    count_step,
+    curve_gauges,
+    disk_gauges,
+    gauges,
+    plugin_gauges,
+    queue_gauges,
+)
 from kvstore.store.live_settings import LiveSettings
 from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
@@ -110,6 +118,7 @@ class Store:
         self.pins = Pins(self.namespaces, self._lookups, self.tenants, self._said)
         self.pins.use(config.engine.pinned_bytes)
         self._recorder = Recorder()
+        self._asked = Asked()
         self._around_pins = self._barrier.around("pins")
         self.plugins: Sequence[Plugin] = ()  # whose tiers are in make_tiers
         self.settings = LiveSettings(config, pool.extent_bytes, self._use)
@@ -229,6 +238,7 @@ class Store:
                 self._report(connection)
         self._said.tick()
         self.sessions.tick()
+        self._asked.tick()
 
     def met_a_bug(self) -> None:
         """Count a bug that cost something."""
@@ -261,7 +271,7 @@ class Store:
     @property
     def busy(self) -> bool:
         """Tell whether something is under way that no message will announce."""
-        if self._memory.emptying or self.drain.looking:
+        if self._memory.emptying or self.drain.looking or self._asked.waits:
             return True
         for session in self.sessions.values():
             if session.asks:  # for a deadline, say
@@ -298,6 +308,7 @@ class Store:
             self.pins.removed(changes.removed)
         namespace.tiering.off_disk.left(changes.removed, manager.index)
         if changes.added:
+            note_stored(namespace, changes.added)
             with namespace.around_tiers:
                 namespace.tiering.cascade(changes.added)
         if namespace.unused and self._now_ns - namespace.used_ns >= FORGET_NS:
@@ -349,6 +360,7 @@ class Store:
         for lookup in step.lookups:
             self._recorder.note(namespace, lookup, self._now_ns)
             answer = self._lookups.ask(session, namespace, lookup, self._now_ns)
+            self._asked.note(namespace, lookup)
             if answer is not None:
                 session.news.granted.append(answer)
 
@@ -528,6 +540,7 @@ class Store:
             if self._disk is not None:
                 found |= disk_gauges(self._disk, self.numbers)
             found |= plugin_gauges(self.plugins)
+            found |= curve_gauges(self.namespaces, self._pool, self._disk)
             found |= self.tenants.gauges()
             found["kvstore_draining",] = float(self.draining)
             if self._peers is not None:

@@ -1,0 +1,67 @@
+"""What engines ask for, fed to the curves of hit ratios by size, a little in each turn.
+
+Engines have their answers before that. What comes faster than it can be fed is left out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from kvstore.core.types import BlockKey, Chain
+from kvstore.store.namespace import Namespace
+from kvstore.wire.engine import Lookup
+
+TURN_BLOCKS = 512  # fed in 0.4 ms
+WAITING_MAX = 1 << 16  # blocks
+_U64 = (1 << 64) - 1
+
+
+class Asked:
+    """The lookups that are still to be fed."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._waiting: deque[tuple[Namespace, Chain, int]] = deque()  # up to which block
+        self._blocks = 0
+
+    def note(self, namespace: Namespace, lookup: Lookup) -> None:
+        """Note a lookup, which was found right; one that is made again after a failure is none."""
+        blocks = len(lookup.hashes) // lookup.width
+        if lookup.memory_only or not blocks or self._blocks + blocks > WAITING_MAX:
+            return
+        namespace.hash_bytes = lookup.width
+        groups = len(namespace.layout.rules)
+        chain = Chain(lookup.hashes, lookup.width, groups, lookup.scope)
+        self._waiting.append((namespace, chain, blocks))
+        self._blocks += blocks
+
+    @property
+    def waits(self) -> bool:
+        """Tell whether there is more to feed."""
+        return bool(self._waiting)
+
+    def tick(self) -> None:
+        """Feed some blocks, those at the end of a prompt first."""
+        room = TURN_BLOCKS
+        while self._waiting and room:
+            namespace, chain, end = self._waiting.popleft()
+            first = max(0, end - room)
+            keys = chain.keys(namespace.full_first[0], end)[first:]
+            namespace.curve.use(list(_hashes(keys)))
+            room -= end - first
+            self._blocks -= end - first
+            if first:
+                self._waiting.appendleft((namespace, chain, first))
+
+
+def note_stored(namespace: Namespace, keys: Iterable[BlockKey]) -> None:
+    """Note blocks that became ready; only of one group, as what is asked for."""
+    at = namespace.hash_bytes
+    if at and namespace.curve.uses:
+        group = namespace.full_first[0].to_bytes(2, "big")
+        namespace.curve.stored(_hashes(key for key in keys if key[at : at + 2] == group))
+
+
+def _hashes(keys: Iterable[BlockKey]) -> Iterator[int]:
+    return (hash(key) & _U64 for key in keys)

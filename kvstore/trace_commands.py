@@ -1,0 +1,137 @@
+"""The commands about what tiers of other sizes would hit: replay, record, advise."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore.arguments import count, price, print_json, seconds
+from kvstore.core.errors import ConfigError
+
+BLOCK_TOKENS = 512  # of Mooncake's traces
+BLOCK_TOKENS_MAX = 1 << 20
+
+Add = Callable[..., argparse.ArgumentParser]
+
+
+def of_stores(add: Add) -> tuple[argparse.ArgumentParser, ...]:
+    """Add the commands that ask a running store."""
+    text = "record what engines look up, as a trace for `kvstore replay`"
+    record = add("record", text, "kvstore record hour.jsonl.gz --for 1h --max 1GiB")
+    record.add_argument("file", type=Path, help="the file to make; an existing file is an error")
+    text = 'how long, such as "10min" (default: 1h); Ctrl-C ends it earlier'
+    record.add_argument("--for", dest="seconds", type=seconds, default=3600.0, help=text)
+    record.add_argument("--max", default="1GiB", help="largest file (default: 1GiB)")
+    record.add_argument("--json", action="store_true", help="print one JSON object")
+    example = "kvstore advise"
+    text = "say what memory or a disk of other sizes would bring"
+    advise = add("advise", text, example, f"{example} --cpu-price 4 --nvme-price 0.2")
+    for tier in ("cpu", "nvme"):
+        text = f"price of a GiB of {tier}, in any currency: also say what a point costs"
+        advise.add_argument(f"--{tier}-price", type=price, help=text)
+    advise.add_argument("--json", action="store_true", help="print a JSON list instead of lines")
+    return record, advise
+
+
+def add_replay(add: Add) -> None:
+    """Add the command that asks no store."""
+    text = "say what a trace of requests would have hit"
+    replay = add(
+        "replay", text, "kvstore replay trace.jsonl.gz --cpu 5% --nvme 20%",
+        "kvstore replay trace.jsonl.gz --cpu 64GiB --block-bytes 2MiB --json",
+    )  # fmt: skip
+    replay.add_argument("trace", type=Path, help="requests, a line of JSON each; may be gzipped")
+    sizes = 'a part of the unique blocks such as "5%%", blocks, or bytes with --block-bytes'
+    replay.add_argument("--cpu", required=True, help=f"memory: {sizes}")
+    replay.add_argument("--nvme", help="disk, in the same way (default: none)")
+    replay.add_argument("--policy", choices=["lru"], default="lru", help="default: lru")
+    text = "of a block, as `kvstore size` says"
+    replay.add_argument("--block-bytes", help=f'bytes {text}, such as "2MiB"')
+    tokens = f"tokens of a block of the trace (default: {BLOCK_TOKENS})"
+    most = count(1, BLOCK_TOKENS_MAX)
+    replay.add_argument("--block-tokens", type=most, default=BLOCK_TOKENS, help=tokens)
+    replay.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def _advise(chosen: argparse.Namespace) -> int:
+    from kvstore.store import admin
+    from kvstore.store.advise import advise, sentence
+
+    prices = {"cpu": chosen.cpu_price, "nvme": chosen.nvme_price}
+    given = {tier: price for tier, price in prices.items() if price is not None}
+    found = advise(admin.status(chosen.store, user=chosen.user), given)
+    if chosen.json:
+        print_json(found)
+        return 0
+    for each in found:
+        print(sentence(each))
+    if not found:
+        print("nothing to say yet: no engine has asked for blocks since the store's start")
+    return 0
+
+
+def _record(chosen: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from kvstore.store.record import Written, record
+    from kvstore.units import parse_bytes, sized
+
+    most = parse_bytes(chosen.max)
+
+    def told(done: Written) -> str:
+        counts = f"{done.requests:,} requests, {done.blocks:,} blocks"
+        return f"{done.seconds:.0f} s: {counts}, {sized(done.bytes)}"
+
+    with Console(stderr=True).status("recording") as status:
+        done = record(
+            chosen.store, chosen.file, chosen.seconds, most, chosen.user,
+            lambda done: status.update(told(done)),
+        )  # fmt: skip
+    if chosen.json:
+        print_json(done)
+    else:
+        print(f"{chosen.file}: {told(done)}")
+    if done.dropped:
+        print(f"{done.dropped:,} lookups came too fast and are missing", file=sys.stderr)
+    return 0
+
+
+def _replay(chosen: argparse.Namespace) -> int:
+    from kvstore.printing import output, share, table
+    from kvstore.replay import blocks_of, read_trace, replay
+    from kvstore.units import parse_bytes
+
+    block_bytes = None if chosen.block_bytes is None else parse_bytes(chosen.block_bytes)
+    if block_bytes == 0:
+        raise ConfigError("--block-bytes: expected more than 0, found 0")
+    trace = read_trace(chosen.trace)
+    memory = blocks_of(chosen.cpu, trace.unique, block_bytes)
+    disk = None if chosen.nvme is None else blocks_of(chosen.nvme, trace.unique, block_bytes)
+    with share() as tell:
+        text = f"{trace.blocks:,} blocks"
+        found = replay(trace, memory, disk, chosen.block_tokens, lambda part: tell(part, text))
+    if chosen.json:
+        print_json(found)
+        return 0
+    shown = table("tier", "blocks>", "of unique>", "hit ratio>")
+    for tier in found.tiers:
+        part = f"{tier.blocks / found.unique_blocks:.1%}"
+        shown.add_row(tier.name, f"{tier.blocks:,}", part, f"{tier.block_hit_ratio:.4f}")
+    output().print(shown)
+    print(
+        f"all tiers: {found.block_hit_ratio:.4f} of {found.lookups:,} blocks,"
+        f" {found.token_hit_ratio:.4f} of tokens\n"
+        f"best possible with as much: {found.min_block_hit_ratio:.4f} of blocks"
+    )
+    if disk is not None:
+        print(f"written to disk: {found.written_blocks_per_lookup:.4f} blocks per block looked up")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "replay": _replay,
+    "record": _record,
+    "advise": _advise,
+}
