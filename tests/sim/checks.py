@@ -211,6 +211,10 @@ class Checks:
                 found = namespace.view(slot)[: len(truth)]
                 assert found == truth, f"wrong bytes in slot {slot}"
 
+    def see_used(self) -> None:
+        """Note what is used at the moment in which a cap may be lowered."""
+        self._used_bytes = max(self._used_bytes, self._pool.used_bytes)
+
     def _check_caps(self) -> None:
         store, engine = self._store, self._engine
         # A cap that was lowered is reached by and by; meanwhile nothing is added.

@@ -271,6 +271,7 @@ class World:
         """An operator asks for something, if there is a store."""
         if self.net.store is None:
             return False
+        self.checks.see_used()
         self.net.store.on_message(0, p.Query(*what), self.net.now)  # type: ignore[arg-type]
         return True
 
