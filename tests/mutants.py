@@ -315,6 +315,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "tiers/nvme/index_server.py": (
+        ("nvme_bits -k S2_what_only_damage", "os.strerror(errno.EFAULT),  #", "#"),
         (
             "nvme_namespace -k stored_after_a_clear",
             "txn.drop(self._table(txn, digest), delete=False)",

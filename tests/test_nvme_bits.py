@@ -5,6 +5,7 @@ KVSTORE_BITS=200 for a long campaign.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -85,7 +86,8 @@ def test_S2_what_only_damage_makes_lmdb_say_is_damage() -> None:
         *(lmdb.Error, lmdb.MapFullError, lmdb.ReadersFullError, lmdb.DiskError, lmdb.MemoryError),
         *(lmdb.ReadonlyError, lmdb.LockError, lmdb.TlsFullError, lmdb.PanicError, OSError),
     )
-    assert not any(is_damage(error("what", 28)) for error in of_the_machine)
+    assert not any(is_damage(error("what", errno.ENOSPC)) for error in of_the_machine)
+    assert is_damage(lmdb.Error("mdb_env_copyfd3", errno.EFAULT))  # what is read is nowhere
 
 
 def test_S2_an_error_behind_a_call_that_went_well_is_told_by_its_cause() -> None:

@@ -11,6 +11,7 @@ that go together (a block and what hangs below it) go in one transaction.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import select
@@ -64,7 +65,10 @@ _NOT_ITS_FAULT = (  # they say something about the machine, or about an error be
     lmdb.DiskError,
     lmdb.ReadonlyError,
 )
-_OTHER_VERSION = "LMDB data format"
+_WRONG = (  # in plain errors
+    "LMDB data format",  # of another version
+    os.strerror(errno.EFAULT),  # a page or a run of them is said to be where no memory can be
+)
 _FIRST_FORMAT = b"namespaces"  # a table that only that one had
 FORMAT_BITS = 4
 """Another version's format differs from ours in more bits; in fewer, these have flipped."""
@@ -80,15 +84,15 @@ _ERRORS = (lmdb.Error, OSError, MemoryError, ValueError, SystemError, OtherForma
 def is_damage(exc: Exception) -> bool:
     """Tell whether an error says that the file's content is wrong; a failing disk says nothing.
 
-    All of LMDB's own errors do but for a few. What the system says to it is a plain lmdb.Error.
-    A SystemError comes from its binding: a call that went well, with an error behind it. The
+    All of LMDB's own errors do but for a few. What the system says to it is a plain lmdb.Error, and
+    is about the content only where LMDB gave it a wrong address. A SystemError comes from its binding: a call that went well, with an error behind it. The
     binding says itself, as a plain one, that the first page has another version of LMDB's format.
     """
     if isinstance(exc, SystemError):
         return isinstance(exc.__cause__, Exception) and is_damage(exc.__cause__)
     if isinstance(exc, lmdb.Error):
         if type(exc) is lmdb.Error:
-            return _OTHER_VERSION in str(exc)
+            return any(text in str(exc) for text in _WRONG)
         return not isinstance(exc, _NOT_ITS_FAULT)
     return isinstance(exc, ValueError)
 
