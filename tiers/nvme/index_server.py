@@ -85,8 +85,9 @@ def is_damage(exc: Exception) -> bool:
     """Tell whether an error says that the file's content is wrong; a failing disk says nothing.
 
     All of LMDB's own errors do but for a few. What the system says to it is a plain lmdb.Error, and
-    is about the content only where LMDB gave it a wrong address. A SystemError comes from its binding: a call that went well, with an error behind it. The
-    binding says itself, as a plain one, that the first page has another version of LMDB's format.
+    is about the content only where LMDB gave it a wrong address. The binding says itself, as a
+    plain one, that the first page has another version of LMDB's format. A SystemError comes from
+    the binding: a call that went well, with an error behind it.
     """
     if isinstance(exc, SystemError):
         return isinstance(exc.__cause__, Exception) and is_damage(exc.__cause__)
