@@ -211,10 +211,19 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "kvstore/core/hit_curve.py": (
-        ("hit_curve -k Q62_what_was_stored", "self._used(last, self._times, hashed, 0.0)", "pass"),
+        (
+            "hit_curve -k Q62_what_was_stored",
+            "if hashed not in self._hot:\n                self._used(hashed)",
+            "pass",
+        ),
         ("hit_curve -k Q62_a_block_of_every", "if count < _HOT or", "if True or"),
-        ("hit_curve -k Q62_it_stays", "if len(self._hashes) < SAMPLES:", "if True:"),
+        ("hit_curve -k Q62_it_stays", "len(self._last) >= SAMPLES and ", "False and "),
         ("hit_curve -k Q62_the_curve", "sampled * (_HASHES / self._limit) + hot", "sampled + hot"),
+        (
+            "hit_curve -k Q62_a_sample",
+            "if SAMPLES * (_HASHES / lower) <= self.covered:",
+            "if True:",
+        ),
         ("hit_curve -k Q62_a_request", "for hashed in reversed(", "for hashed in list("),
     ),
     "kvstore/store/asked.py": (

@@ -37,7 +37,7 @@ def test_Q62_a_store_predicts_what_its_tiers_would_hit_with_other_sizes(store: L
             live.read(live.ask(hashes(4, "mine")))
         live.read(live.ask(hashes(4, "mine"), memory_only=True))  # the same request again
         eventually(lambda: admin.status(store.path).predictions)
-        eventually(lambda: not store.server.store._asked.waits)
+        eventually(lambda: not store.server.store.asked.waits)
         found = admin.status(store.path)
         assert [each.tier for each in found.predictions] == [MEMORY, NVME]
         # It asked for 8 blocks, and 4 of these had been asked for before.
@@ -70,7 +70,7 @@ def test_Q62_a_long_prompt_is_fed_in_slices_from_its_end(
     waiting.note(namespace, p.Lookup(1, b"".join(chain), len(chain[0])))
     turns = 0
     while waiting.waits:
-        waiting.tick()
+        waiting.feed()
         turns += 1
     assert turns == 3
     names = [hash(block + b"\0\0") & ((1 << 64) - 1) for block in chain]

@@ -94,6 +94,20 @@ def test_Q62_what_was_stored_is_used_and_not_asked_for() -> None:
     assert curve.ratios([0.5]) == [0.0]
 
 
+def test_Q62_a_sample_stands_for_what_tiers_can_hold_however_much_there_was() -> None:
+    """After months the sample would stand for so much that no tier's size makes a difference."""
+    curve, fresh = HitCurve(), iter(range(1 << 40))
+    curve.covered = 10_000.0
+    for _ in range(4_000):
+        prompt = [mixed(next(fresh)) for _ in range(50)]
+        curve.use(prompt)
+        curve.use(prompt)
+    assert len(curve._last) > hit_curve.SAMPLES // 2
+    few, many = curve.ratios([20, 100])
+    assert few < 0.02
+    assert many == pytest.approx(0.5, abs=0.02)
+
+
 def test_Q62_it_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     curve, fresh = HitCurve(), iter(range(1 << 40))
     for _ in range(600):
@@ -101,8 +115,7 @@ def test_Q62_it_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     held = (curve._last, curve._hot, curve._window)
     assert max(map(len, held)) <= hit_curve.SAMPLES
     assert len(curve._times) == len(curve._last) <= hit_curve.SAMPLES
-    assert len(curve._hashes) == hit_curve.SAMPLES
-    parts = (*held, curve._times, curve._hot_times, curve._hashes, curve._distances)
+    parts = (*held, curve._times, curve._hot_times, curve._distances)
     numbers = len(curve._last) + len(curve._times) + 2 * len(curve._window)  # 64 bits each
     assert sum(map(sys.getsizeof, parts)) + 40 * numbers < 2 << 20
     monkeypatch.setattr(hit_curve, "_USES_MAX", 250_000)

@@ -3,10 +3,12 @@
 A cache that evicts leaf-first by recency hits a block if fewer other blocks were used since its
 last use than it holds: the block's distance. So one histogram of distances tells the hit ratio of
 every capacity. Distances are measured on a sample: of all blocks those whose hash is low enough
-(SHARDS, Waldspurger et al., FAST 2015). When there are too many, the one with the highest hash
-leaves, and each one that stays stands for more. Few blocks, as those of a system prompt, can have
-a large share of all uses, and a sample has all of a block's uses or none. So blocks that are found
-several times among every 8th use are counted themselves from then on, however high their hash.
+(SHARDS, Waldspurger et al., FAST 2015). When there are too many, those with the highest hashes
+leave, and each one that stays stands for more; once the sample stands for several times what the
+tiers hold, the one that was used longest ago leaves instead. Few blocks, as those of a system
+prompt, can have a large share of all uses, and a sample has all of a block's uses or none. So
+blocks that are found several times among every 8th use are counted themselves from then on,
+however high their hash.
 
 A request uses its blocks from the last to the first: what hangs below another is never used later.
 What is stored without having been asked for, as what a model generates, is used, but not asked for.
@@ -19,7 +21,6 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from heapq import heappush, heappushpop
 from itertools import accumulate
 
 SAMPLES = 6144
@@ -39,12 +40,12 @@ class HitCurve:
     def __init__(self) -> None:
         """Start without uses."""
         self.uses = 0
+        self.covered = math.inf  # blocks that the sample is to stand for, at most
         self._distances = array("d", bytes(8 * _STEPS * _OCTAVES))
         self._limit = _HASHES  # of the hashes that are sampled
         self._clock = 0
-        self._last: dict[int, int] = {}  # when each sampled block was used
+        self._last: dict[int, int] = {}  # when each sampled block was used, in this order
         self._times: list[int] = []  # the same, ascending
-        self._hashes: list[int] = []  # a heap of those in the sample, below 0: the highest first
         self._hot: dict[int, int] = {}
         self._hot_times: list[int] = []
         self._window: Counter[int] = Counter()
@@ -57,10 +58,7 @@ class HitCurve:
         self._look(hashes)
         limit, hot = self._limit, self._hot
         for hashed in reversed([h for h in hashes if h < limit or h in hot]):
-            if hashed in hot:
-                self._used(hot, self._hot_times, hashed, 1.0)
-            elif hashed < self._limit:
-                self._used(self._last, self._times, hashed, _HASHES / self._limit)
+            self._used(hashed)
         if self.uses > _USES_MAX:
             self.uses //= 2
             self._distances = array("d", [count / 2 for count in self._distances])
@@ -70,16 +68,20 @@ class HitCurve:
         limit, last = self._limit, self._last
         for hashed in [h for h in hashes if h < limit and h not in last]:
             if hashed not in self._hot:
-                self._used(last, self._times, hashed, 0.0)
+                self._used(hashed)
 
-    def _used(self, last: dict[int, int], times: list[int], hashed: int, weight: float) -> None:
-        before = last.get(hashed)
+    def _used(self, hashed: int) -> None:
+        if hashed in self._hot:
+            last, times, weight = self._hot, self._hot_times, 1.0
+        elif self._has_room(hashed):
+            last, times, weight = self._last, self._times, _HASHES / self._limit
+        else:
+            return
+        before = last.pop(hashed, 0)
         if before:
             del times[bisect_left(times, before)]
-            distance = self._since(before)
-            self._distances[math.ceil(math.log2(distance + 1) * _STEPS)] += weight
-        elif before is None and not self._enter(hashed):
-            return
+            step = math.ceil(math.log2(self._since(before) + 1) * _STEPS)
+            self._distances[min(step, len(self._distances) - 1)] += weight
         self._clock += 1
         last[hashed] = self._clock
         times.append(self._clock)
@@ -90,14 +92,17 @@ class HitCurve:
         hot = len(self._hot_times) - bisect_left(self._hot_times, time)
         return sampled * (_HASHES / self._limit) + hot
 
-    def _enter(self, hashed: int) -> bool:
-        """Take a block into the sample, if its hash is among the lowest."""
-        if len(self._hashes) < SAMPLES:
-            heappush(self._hashes, -hashed)
-            return True
-        self._limit = -heappushpop(self._hashes, -hashed)
-        self._leave(self._last, self._times, self._limit)
-        return self._limit != hashed
+    def _has_room(self, hashed: int) -> bool:
+        """Make room in the sample for a block that is not in it; False if its hash is too high."""
+        if len(self._last) >= SAMPLES and hashed not in self._last:
+            lower = self._limit - self._limit // 8
+            if SAMPLES * (_HASHES / lower) <= self.covered:
+                self._limit = lower
+                self._last = {h: time for h, time in self._last.items() if h < lower}
+                self._times = list(self._last.values())
+            else:
+                self._leave(self._last, self._times, next(iter(self._last)))
+        return hashed < self._limit
 
     @staticmethod
     def _leave(last: dict[int, int], times: list[int], hashed: int) -> None:

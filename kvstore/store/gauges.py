@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from kvstore import __version__
 from kvstore.core.errors import ProtocolError
+from kvstore.core.hit_curve import SAMPLES
 from kvstore.core.layout import SlotLayout
 from kvstore.core.leases import PINS
 from kvstore.metrics import DEFERRED_STEPS, LABEL_DIGITS, MEMORY, NVME, Numbers
@@ -20,6 +21,7 @@ from tiers.nvme import NvmeDisk
 
 DISK_STATES = ("ok", "loading", "read_only", "off")
 SIZES = {"0.5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0}  # of a tier: times what it has
+COVERED = 8  # times what it has, to which the curve need be known
 
 
 def count_step(numbers: Numbers, label: str, step: Step, tiers: Collection[str]) -> None:
@@ -157,14 +159,15 @@ def curve_gauges(
         tiers.append((NVME, disk.capacity_bytes, on_disk))
     found: dict[tuple[str, ...], float] = {}
     for digest, namespace in namespaces.items():
-        least = 0.0
+        most = 0.0
         for tier, capacity_bytes, has in tiers if namespace.curve.uses else ():
             part = has.get(digest, 0) / (sum(has.values()) or 1)
             blocks = part * capacity_bytes / namespace.layout.slot_bytes
-            wanted = [max(least, times * blocks) for times in SIZES.values()]
-            least = blocks
+            wanted = [max(most, times * blocks) for times in SIZES.values()]
+            most = max(most, blocks)
             for size, ratio in zip(SIZES, namespace.curve.ratios(wanted), strict=True):
                 found["kvstore_predicted_hit_ratio", digest[:LABEL_DIGITS], tier, size] = ratio
+        namespace.curve.covered = max(SAMPLES, COVERED * most)
     return found
 
 

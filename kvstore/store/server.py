@@ -317,6 +317,8 @@ class Server:
         with self._around_edge:
             self._edge.poll()
         self._flush()
+        if not ready:
+            self.store.asked.feed()  # nobody waits
         self.health.turned(now_ns)
         if self._gauges_wanted.is_set() and now_ns - self._gauges_ns > _GAUGES_NS:
             self._gauges_ns = now_ns

@@ -118,7 +118,7 @@ class Store:
         self.pins = Pins(self.namespaces, self._lookups, self.tenants, self._said)
         self.pins.use(config.engine.pinned_bytes)
         self._recorder = Recorder()
-        self._asked = Asked()
+        self.asked = Asked()
         self._around_pins = self._barrier.around("pins")
         self.plugins: Sequence[Plugin] = ()  # whose tiers are in make_tiers
         self.settings = LiveSettings(config, pool.extent_bytes, self._use)
@@ -238,7 +238,6 @@ class Store:
                 self._report(connection)
         self._said.tick()
         self.sessions.tick()
-        self._asked.tick()
 
     def met_a_bug(self) -> None:
         """Count a bug that cost something."""
@@ -271,7 +270,7 @@ class Store:
     @property
     def busy(self) -> bool:
         """Tell whether something is under way that no message will announce."""
-        if self._memory.emptying or self.drain.looking or self._asked.waits:
+        if self._memory.emptying or self.drain.looking or self.asked.waits:
             return True
         for session in self.sessions.values():
             if session.asks:  # for a deadline, say
@@ -360,7 +359,7 @@ class Store:
         for lookup in step.lookups:
             self._recorder.note(namespace, lookup, self._now_ns)
             answer = self._lookups.ask(session, namespace, lookup, self._now_ns)
-            self._asked.note(namespace, lookup)
+            self.asked.note(namespace, lookup)
             if answer is not None:
                 session.news.granted.append(answer)
 
