@@ -28,16 +28,19 @@ from tests.harness.fakes import hashes
 from tests.harness.live import LiveEngine, LiveStore, store_settings
 
 PICTURES = Path(__file__).parent.parent.parent / "docs" / "operate"
-SIZE = "1100,1050"  # of the page, in pixels
+SIZE = "1100,1210"  # of the page, in pixels
 PNG_BYTES_MAX = 150_000
 MODELS = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B"
 STEP_TOKENS = 4000
+SESSIONS = 6  # that ask for their blocks in a step
 PAGE_BYTES = 1 << 16  # small: an extent for each model is all there is
 
 
 def _step(live: LiveEngine, rng: random.Random, share: float) -> None:
     """Store some blocks, and look up tokens, of which about this share hits."""
     live.put(hashes(2, f"{rng.random()}"))
+    for _ in range(SESSIONS):
+        live.load(live.ask(hashes(8, f"session {int(rng.paretovariate(0.5)) % 1000}")), 1.0)
     hit = int(STEP_TOKENS * share)
     missed = {"never_seen": (STEP_TOKENS - hit) * 3 // 4}
     missed["evicted"] = STEP_TOKENS - hit - sum(missed.values())
