@@ -8,6 +8,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("logs -k Q30", 'self.end(session, "died",', 'self.end(session, "left",'),
     ),
     "kvstore/store/server.py": (
+        ("advise -k Q62_no_answer", "        if not ready:\n", "        if True:\n"),
         ("reload -k Q20_sighup", "signal.signal(signal.SIGHUP, server.hang_up)"),
         (
             "attach_again -k Q26_an_idle_engine_is_back_when",

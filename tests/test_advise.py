@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import selectors
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from kvstore.store.asked import Asked, note_stored
 from kvstore.store.status import Prediction, Status
 from kvstore.wire import engine as p
 from tests.harness.fakes import hashes
-from tests.harness.live import LiveStore, engine, eventually, store_settings
+from tests.harness.live import LiveStore, client, engine, eventually, store_settings
 
 GIB = 1 << 30
 RATIOS = {"0.5": 0.25, "1": 0.5, "2": 0.625, "4": 0.625}
@@ -87,6 +88,23 @@ def test_Q62_a_long_prompt_is_fed_in_slices_from_its_end(
     assert waiting._blocks == asked.WAITING_MAX
 
 
+def test_Q62_no_answer_waits_for_the_curve(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, fed = store.server, list[bool]()
+    monkeypatch.setattr(server.store.asked, "feed", lambda: fed.append(True))
+    server._listener.start()
+    server._selector.register(server._listener.sock, selectors.EVENT_READ, None)
+    with client(store):
+        server._turn()
+        assert not fed, "somebody came"
+        server._turn()
+        assert fed
+    server._selector.unregister(server._listener.sock)
+    server.stop()
+    server.run()  # which ends at once
+
+
 def status_with(predictions: list[Prediction], looked_up: dict[str, int]) -> Status:
     """A store of 64 GiB of memory and 1 TiB of disk."""
     tier = {
@@ -150,6 +168,7 @@ def test_Q63_the_command_says_what_a_store_predicts(
             live.read(live.ask(hashes(4, "mine")))
         live.scheduler.send(p.Step(lookup_tokens=128, missed_tokens={"tail": 128}))
         eventually(lambda: admin.status(store.path).models[0].looked_up_tokens)
+        eventually(lambda: not store.server.store.asked.waits)
         assert cli.main(["advise", "--store", store.path, "--nvme-price", "0.5"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 8
