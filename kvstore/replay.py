@@ -161,10 +161,13 @@ class _Memory:
         """Store blocks of a path, as far as there is room; count them."""
         manager = self.manager
         slots = manager.prepare_store(len(keys))
-        for key, slot in zip(keys, slots, strict=False):
-            manager.begin_store(key, parent, slot)
-            manager.complete_store(slot, ok=True)
-            parent = key
+        if not slots:
+            return 0
+        keys = keys[: len(slots)]
+        began = manager.begin_promotions(keys, [parent, *keys[:-1]], slots)
+        filled = [slots[at] for at in began]
+        manager.give_back(set(slots).difference(filled))
+        manager.complete_promotions(filled, len(filled))
         return len(slots)
 
 
@@ -193,13 +196,18 @@ class _Disk:
     def submit(self, job: TransferJob) -> None:
         done = len(job.keys)
         if job.kind is JobKind.STORE:
-            done = sum(self._memory.store((key,), above) for key, above in self._chained(job))
+            done = sum(self._memory.store(keys, above) for keys, above in self._runs(job))
             self._memory.manager.take_changes()
         self._results.append(JobResult(job.job_id, done))
 
     @staticmethod
-    def _chained(job: TransferJob) -> Iterator[tuple[BlockKey, BlockKey | None]]:
-        return ((key, job.parent(at)) for at, key in enumerate(job.keys))
+    def _runs(job: TransferJob) -> Iterator[tuple[Sequence[BlockKey], BlockKey | None]]:
+        """Cut a job into blocks that follow one another; also return what each run is below."""
+        first = 0
+        for at, key in enumerate(job.keys, 1):
+            if at == len(job.keys) or job.parent(at) != key:
+                yield job.keys[first:at], job.parent(first)
+                first = at
 
     def poll(self) -> Sequence[JobResult]:
         results, self._results = self._results, []

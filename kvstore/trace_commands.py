@@ -99,6 +99,7 @@ def _record(chosen: argparse.Namespace) -> int:
 
 
 def _replay(chosen: argparse.Namespace) -> int:
+    from kvstore.gc_tuning import collect_young_only
     from kvstore.printing import output, share, table
     from kvstore.replay import blocks_of, read_trace, replay
     from kvstore.units import parse_bytes
@@ -109,6 +110,7 @@ def _replay(chosen: argparse.Namespace) -> int:
     trace = read_trace(chosen.trace)
     memory = blocks_of(chosen.cpu, trace.unique, block_bytes)
     disk = None if chosen.nvme is None else blocks_of(chosen.nvme, trace.unique, block_bytes)
+    collect_young_only()  # a full collection walks every block
     with share() as tell:
         text = f"{trace.blocks:,} blocks"
         found = replay(trace, memory, disk, chosen.block_tokens, lambda part: tell(part, text))
