@@ -8,7 +8,8 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("logs -k Q30", 'self.end(session, "died",', 'self.end(session, "left",'),
     ),
     "kvstore/store/server.py": (
-        ("advise -k Q62_no_answer", "        if not ready:\n", "        if True:\n"),
+        ("advise -k Q62_no_answer", "        if not ready:", "        if True:"),
+        ("advise -k S2_a_bug", "            with self._around_curves:", "            if True:"),
         ("reload -k Q20_sighup", "signal.signal(signal.SIGHUP, server.hang_up)"),
         (
             "attach_again -k Q26_an_idle_engine_is_back_when",
@@ -229,7 +230,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/store/asked.py": (
         ("advise -k Q62_a_store", "lookup.memory_only or not blocks", "not blocks"),
-        ("advise -k Q62_a_long", "or self._blocks + blocks > WAITING_MAX", ""),
+        ("advise -k Q62_a_long", " or self._bytes + size > WAITING_BYTES_MAX", ""),
         ("advise -k Q62_a_tenants", "lookup.width, groups, lookup.scope)", "lookup.width, groups)"),
     ),
     "kvstore/store/record.py": (

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvstore import cli
+from kvstore.core.hit_curve import HitCurve
 from kvstore.core.types import BlockKey
 from kvstore.metrics import MEMORY, NVME
 from kvstore.store import admin, asked
@@ -83,9 +84,27 @@ def test_Q62_a_long_prompt_is_fed_in_slices_from_its_end(
         namespace, [BlockKey(block + group) for block in chain for group in (b"\0\0", b"\0\1")]
     )
     assert stored == names
-    for _ in range(asked.WAITING_MAX // 8 + 10):
-        waiting.note(namespace, p.Lookup(1, b"".join(chain), len(chain[0])))
-    assert waiting._blocks == asked.WAITING_MAX
+    assert not waiting._bytes
+    huge = bytes(asked.WAITING_BYTES_MAX // 8)  # one block, whose hash is as long as that
+    for packed, width in ((b"".join(chain), len(chain[0])), (b"1", 1), (huge, len(huge))):
+        for _ in range(10_000):
+            waiting.note(namespace, p.Lookup(1, packed, width))
+        assert waiting._bytes <= asked.WAITING_BYTES_MAX
+    assert len(waiting._waiting) <= asked.WAITING_BYTES_MAX // asked.LOOKUP_BYTES
+
+
+@pytest.mark.meets_bugs
+def test_S2_a_bug_in_a_curve_costs_no_more_than_predictions(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HitCurve, "use", lambda *_: 1 / 0)
+    with store, engine(store) as live:
+        live.put(hashes(4, "mine"))
+        for _ in range(2):
+            assert len(live.read(live.ask(hashes(4, "mine")))) == 4
+            eventually(lambda: not store.server.store.asked.waits)
+        refused = ("kvstore_refused", "internal")
+        eventually(lambda: store.server.store.numbers.counts[refused] == 2)
 
 
 def test_Q62_no_answer_waits_for_the_curve(
@@ -97,7 +116,7 @@ def test_Q62_no_answer_waits_for_the_curve(
     server._selector.register(server._listener.sock, selectors.EVENT_READ, None)
     with client(store):
         server._turn()
-        assert not fed, "somebody came"
+        assert not fed, "a connection came in this turn"
         server._turn()
         assert fed
     server._selector.unregister(server._listener.sock)

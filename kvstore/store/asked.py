@@ -13,7 +13,8 @@ from kvstore.store.namespace import Namespace
 from kvstore.wire.engine import Lookup
 
 TURN_BLOCKS = 128  # fed in 0.1 ms
-WAITING_MAX = 1 << 16  # blocks
+WAITING_BYTES_MAX = 2 << 20  # of hashes, and LOOKUP_BYTES for each lookup
+LOOKUP_BYTES = 512
 _U64 = (1 << 64) - 1
 
 
@@ -23,18 +24,18 @@ class Asked:
     def __init__(self) -> None:
         """Start with none."""
         self._waiting: deque[tuple[Namespace, Chain, int]] = deque()  # up to which block
-        self._blocks = 0
+        self._bytes = 0
 
     def note(self, namespace: Namespace, lookup: Lookup) -> None:
         """Note a lookup, which was found right; one that is made again after a failure is none."""
-        blocks = len(lookup.hashes) // lookup.width
-        if lookup.memory_only or not blocks or self._blocks + blocks > WAITING_MAX:
+        blocks, size = len(lookup.hashes) // lookup.width, len(lookup.hashes) + LOOKUP_BYTES
+        if lookup.memory_only or not blocks or self._bytes + size > WAITING_BYTES_MAX:
             return
         namespace.hash_bytes = lookup.width
         groups = len(namespace.layout.rules)
         chain = Chain(lookup.hashes, lookup.width, groups, lookup.scope)
         self._waiting.append((namespace, chain, blocks))
-        self._blocks += blocks
+        self._bytes += size
 
     @property
     def waits(self) -> bool:
@@ -46,13 +47,14 @@ class Asked:
         room = TURN_BLOCKS
         while self._waiting and room:
             namespace, chain, end = self._waiting.popleft()
+            self._bytes -= len(chain.packed) + LOOKUP_BYTES
             first = max(0, end - room)
             keys = chain.keys(namespace.full_first[0], end)[first:]
             namespace.curve.use(list(_hashes(keys)))
             room -= end - first
-            self._blocks -= end - first
             if first:
                 self._waiting.appendleft((namespace, chain, first))
+                self._bytes += len(chain.packed) + LOOKUP_BYTES
 
 
 def note_stored(namespace: Namespace, keys: Iterable[BlockKey]) -> None:

@@ -153,15 +153,15 @@ def curve_gauges(
     The disk has what memory has, too.
     """
     memory = {d: n.manager.slots.total * n.layout.slot_bytes for d, n in namespaces.items()}
-    tiers = [(MEMORY, pool.capacity_bytes, memory)]
+    tiers = [(MEMORY, pool.capacity_bytes, memory, sum(memory.values()))]
     if disk is not None:
         on_disk = {space.digest: space.total * space.slot_bytes for space in disk.spaces}
-        tiers.append((NVME, disk.capacity_bytes, on_disk))
+        tiers.append((NVME, disk.capacity_bytes, on_disk, sum(on_disk.values())))
     found: dict[tuple[str, ...], float] = {}
     for digest, namespace in namespaces.items():
         most = 0.0
-        for tier, capacity_bytes, has in tiers if namespace.curve.uses else ():
-            part = has.get(digest, 0) / (sum(has.values()) or 1)
+        for tier, capacity_bytes, has, every in tiers if namespace.curve.uses else ():
+            part = has.get(digest, 0) / (every or 1)
             blocks = part * capacity_bytes / namespace.layout.slot_bytes
             wanted = [max(most, times * blocks) for times in SIZES.values()]
             most = max(most, blocks)

@@ -164,7 +164,9 @@ class Server:
         self.store.not_ready = self.health.not_ready
         self._edge = EdgeThread()
         self._hung_up = False  # SIGHUP came
-        self._around_edge = Barrier(self._said, self.store.met_a_bug).around("a reload")
+        barrier = Barrier(self._said, self.store.met_a_bug)
+        self._around_edge = barrier.around("a reload")
+        self._around_curves = barrier.around("predicted hit rates")
         if source is not None:
             self.store.source, self.store.reload = source, self._reload
 
@@ -318,8 +320,9 @@ class Server:
         with self._around_edge:
             self._edge.poll()
         self._flush()
-        if not ready:
-            self.store.asked.feed()  # nobody waits
+        if not ready:  # no message has come
+            with self._around_curves:
+                self.store.asked.feed()
         self.health.turned(now_ns)
         if self._gauges_wanted.is_set() and now_ns - self._gauges_ns > _GAUGES_NS:
             self._gauges_ns = now_ns

@@ -176,7 +176,7 @@ class Site:
         self.own_bytes.append(memory.rss - memory.shared)
         assert disk_bytes(self._disk) <= self.caps[NVME]
         assert numbers(self._store.address)["kvstore_memory_bytes{cpu}"] <= self.caps[MEMORY]
-        eventually(lambda: not self._beyond(), SOON_S)  # what is being written is counted, too
+        eventually(lambda: not self._beyond(), SOON_S)  # blocks that are being written count
 
 
 @pytest.fixture
