@@ -375,7 +375,18 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         ("index -k wrong_place", 'rows.tobytes() == b"".join(keys)', "True"),
     ),
-    "tiers/nvme/namespace.py": (("checksums -k O15", " + self.digest.encode()", ""),),
+    "tiers/nvme/namespace.py": (
+        ("checksums -k O15", " + self.digest.encode()", ""),
+        (
+            "nvme_namespace -k goes_after_a_clear",
+            "self.held = {}\n        self._free, ",
+            "self._free, ",
+        ),
+        (
+            "nvme_namespace -k was_leaving_taken",
+            "for record in self._sinking:\n            self.unpin(record)",
+        ),
+    ),
     "kvstore/core/manager.py": (
         ("manager", "(above is None or above.state is not _READY):", "above is None and False:"),
         ("tiering manager -k O15_O20", ".grow((slot,), 2)", ".grow((slot,), 1)"),

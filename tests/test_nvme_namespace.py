@@ -99,6 +99,36 @@ def test_a_clear_that_was_not_committed_is_done_by_the_next_commit(space: DiskNa
     assert not space.take_clear()
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["gone", "stored again"])
+def test_an_extent_that_goes_after_a_clear_takes_no_block_of_now_with_it(
+    space: DiskNamespace, tmp_path: Path, *, again: bool
+) -> None:
+    fill(space, 10, durable=True)
+    space.clear()
+    space.retire(1)
+    assert space.take_clear()
+    space.committed([], [], ok=True)
+    with (tmp_path / "2.extent").open("wb") as file:
+        os.truncate(file.fileno(), SLOTS * 4096)
+    space.add_extent(2, ExtentFile(tmp_path / "2.extent", 4096, SLOTS * 4096))
+    keys = fill(space, 10, durable=True) if again else []
+    while space.step():
+        pass
+    assert [number for number, _ in space.take_retired()] == [1]
+    assert [space.index.get(name) is not None for name in keys] == [True] * len(keys)
+    assert space.free == SLOTS - len(keys)
+
+
+def test_a_clear_leaves_no_slot_of_what_was_leaving_taken(space: DiskNamespace) -> None:
+    root = space.index.get(fill(space, 5000, durable=True)[0])
+    assert root is not None
+    space.drop(root, "damaged")  # the first part of it
+    space.clear()
+    assert space.take_clear()
+    space.committed([], [], ok=True)
+    assert space.free == SLOTS
+
+
 # Slices
 
 

@@ -69,6 +69,8 @@ POINTS = (
 )
 CAPS = (5 * MIB, 6 * MIB, 8 * MIB)
 AMID_S = 0.004
+CLEAR_SHARE = 0.001
+COMMIT_S = (0.0, 0.02)  # a process's commits take so much longer than they need here
 STEP_S = 0.0005
 CHANGE_S = (0.1, 0.4)  # when the cap changes, or all is cleared
 _EXPECTED = HARMLESS | {"discarded", "cleared", "unplaced"}  # why a block may leave
@@ -83,6 +85,7 @@ class Watch:
         self._left = number
         self._lock = threading.Lock()
         self._planned_s = 0.0
+        self.commit_s = 0.0
 
     def say(self, word: str, *more: object) -> None:
         os.write(self._log, (" ".join(map(str, (time.monotonic(), word, *more))) + "\n").encode())
@@ -124,6 +127,7 @@ class Watch:
             self.die()
 
     def commits(self, _client: IndexClient, changes: Commit) -> None:
+        time.sleep(self.commit_s)
         if changes.extents:
             self.reach("made")
         if changes.puts:
@@ -206,6 +210,8 @@ class Life:
             Load(self._disk, number, size, rng, lambda names: watch.say_blocks("stored", names))
             for number, size in enumerate(SLOT_BYTES)
         ]
+        for load in self._loads:
+            load.clear_share = CLEAR_SHARE
 
     def run(self) -> None:
         changes_s = time.monotonic() + self._rng.uniform(*CHANGE_S)
@@ -257,7 +263,9 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     watch = Watch(Path(log), point[0] if point else "", int(point[1]) if point else 0)
     _watch_all(watch)
-    Life(Path(folder), watch, random.Random(seed), int(capacity_bytes)).run()
+    rng = random.Random(seed)
+    watch.commit_s = rng.choice(COMMIT_S)
+    Life(Path(folder), watch, rng, int(capacity_bytes)).run()
 
 
 if __name__ == "__main__":

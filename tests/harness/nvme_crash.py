@@ -78,6 +78,7 @@ class Ledger:
         self._label = label
         self._stored: dict[Name, float] = {}
         self._gone_s: dict[Name, float] = {}
+        self._cleared_s: dict[int, float] = {}  # by namespace
 
     def begin(self, found: set[Name]) -> None:
         """A start has found these: from here on they must stay."""
@@ -97,16 +98,22 @@ class Ledger:
 
     def clear(self, number: int, now_s: float) -> None:
         """All blocks of a namespace have begun to leave."""
+        self._cleared_s[number] = now_s
         known = self._stored.keys() | self.committed
         self.lose([name for name in known if name.chain // CHAINS == number], now_s)
 
     def commit(self, names: Iterable[Name], planned_s: float) -> None:
         """It is on disk; what has begun to leave since the commit was planned counts as gone."""
-        here = {name for name in names if self._gone_s.get(name, 0.0) < planned_s}
+        here = {name for name in names if self._left_s(name) < planned_s}
         self.committed |= here
         late = self.stored_before(planned_s) - self.committed
         if here and late:
             pytest.fail(f"{self._label}: stored before, not in the commit: {sorted(late)[:5]}")
+
+    def _left_s(self, name: Name) -> float:
+        """When it last began to leave; a clear takes blocks that nobody was told of yet, too."""
+        cleared_s = self._cleared_s.get(name.chain // CHAINS, 0.0)
+        return max(self._gone_s.get(name, 0.0), cleared_s)
 
     def stored_before(self, time_s: float) -> set[Name]:
         """Blocks that were there by then, with all that is above them."""

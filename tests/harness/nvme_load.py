@@ -79,6 +79,7 @@ class Load:
         self.memory = Memory(slot_bytes)
         self.tier = disk.tier(TierContext("nvme", f"{number:012x}", slot_bytes, self.memory, {}))
         self.corrupt = 0
+        self.clear_share = 0.0002  # of all steps
         self._chains = range(number * CHAINS, (number + 1) * CHAINS)
         self._rng = rng
         self._stored = stored
@@ -96,7 +97,7 @@ class Load:
             self.load_some()
         elif dice < 0.985:
             self.tier.touch(key_of(self._any()))
-        elif dice < 0.9998:
+        elif dice < 1 - self.clear_share:
             self._discard_some()
         else:
             self.tier.clear()

@@ -117,6 +117,7 @@ class ExtentSlots:
     def vacate(self) -> None:
         """Have nothing in any extent; none has a free slot before open_extent()."""
         self.cleared = set(self.extents)
+        self.held = {}
         self._free, self.free = {}, 0
         self._used.clear()
         self.newest.clear()
@@ -322,6 +323,8 @@ class DiskNamespace(ExtentSlots):
         self.vacate()
         self.leaving = 0
         self._emptying.clear()
+        for record in self._sinking:
+            self.unpin(record)
         self._sinking.clear()
         self.to_put, self.to_delete = [], []
 
