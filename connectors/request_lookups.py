@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import dropwhile
 
+from connectors.compute_pace import ComputePace
 from connectors.engine_interface import Geometry
 from connectors.events import BlockEvents
 from connectors.kv_transfer_params import NO_REMOTE
@@ -88,6 +89,7 @@ class RequestLookups:
         self._requests = requests
         self._events = events
         self._direct = direct
+        self.pace: ComputePace | None = None  # of computing; None: whatever is here is loaded
         self._scope = b""
         self.queue = LeaseQueue()
         self._waited_s = 0.0  # in this step
@@ -118,6 +120,7 @@ class RequestLookups:
             loadable=query.blocks,
             direct=self._direct,
             off_disk=not tracked.policy.store_in.disk,
+            block_ns=0 if self.pace is None else self.pace.block_ns(self._geometry.block_tokens),
         )
         tracked.ask = self._client.ask(lookup)
         if tracked.ask:

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from connectors.compute_pace import ComputePace
 from connectors.engine_interface import BlockTable, EngineRequest, Geometry, Step
 from connectors.events import BlockEvent, BlockEvents
 from connectors.kv_transfer_params import NO_REMOTE, NO_TRANSFER, Transfer
@@ -88,9 +89,14 @@ class SchedulerHalf:
         self._lookups = RequestLookups(
             geometry, client, self._requests, self._events, direct=transfer.direct
         )
+        self._pace: ComputePace | None = None
         self._loads = LoadPlanner(geometry, client, shares_prefixes=shares_prefixes)
         self._stores = StorePlanner(geometry, client, world, self._events)
         self._hand_overs = HandOvers(geometry, client, self._stores, transfer, world=world)
+
+    def prefer_computing(self, pace: ComputePace) -> None:
+        """Load no block from a lower tier that takes longer than computing it does."""
+        self._pace = self._lookups.pace = pace
 
     # Requests arrive, are looked up and admitted
 
@@ -285,6 +291,8 @@ class SchedulerHalf:
         flush = self._stores.fence(written)
         flush.difference_update(job.job_id for job in stores)
         self._client.send_step()
+        if self._pace is not None:
+            self._pace.began(sum(step.scheduled.values()))
         return StepMeta(early, stores, self._loads.take_jobs(), tuple(flush), idle, sent)
 
     def _store_complete(self, request_id: str, tokens: int, step: Step) -> None:
@@ -321,6 +329,8 @@ class SchedulerHalf:
         self, stores_over: Mapping[int, int], loaded: Iterable[str], failed: Iterable[str]
     ) -> None:
         """Take the workers' reports: store jobs over, on how many ranks; loads ended, failed."""
+        if self._pace is not None:
+            self._pace.ended()
         self._stores.on_jobs_ended(stores_over)
         bad = set(failed)
         for request_id in loaded:

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
+from connectors.compute_pace import ComputePace
 from connectors.engine_interface import Geometry, Step
 from connectors.events import BlockEvent
 from connectors.kv_transfer_params import Transfer, is_handed_over
@@ -151,6 +152,8 @@ def start_half(
         beside=beside,
         step_loads=step_loads,
     )
+    if not settings.always_load:
+        half.prefer_computing(ComputePace(monotonic_ns))
     half.tag = settings.policy.tag
     return half
 

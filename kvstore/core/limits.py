@@ -41,6 +41,7 @@ ASKS_MAX = 1 << 14  # lookups of one engine that wait; the next ones are answere
 ASKED_BYTES_MAX = 256 << 20  # of their hashes
 REQUESTS_MAX = 1 << 16  # requests that run for others, or are held for them
 LEASE_MS_MAX = 86_400_000  # a day
+BLOCK_NS_MAX = 10**12  # to compute a block
 KINDS_MAX = 64  # names that one message counts under
 NAME_MAX = 256  # characters
 TENANTS_MAX = 256  # of a store; blocks of further tenants count for none

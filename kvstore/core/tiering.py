@@ -24,6 +24,7 @@ from kvstore.core.errors import BlockCorrupt, InvariantBroken, TierError
 from kvstore.core.index import Entry, Index, State
 from kvstore.core.leases import Lease
 from kvstore.core.manager import Manager
+from kvstore.core.pace import LoadPaces
 from kvstore.core.tier import Leading, Telling, Tier
 from kvstore.core.types import (
     BlockKey,
@@ -85,6 +86,8 @@ class _Open(msgspec.Struct, eq=False):
     cleared: bool = False  # what it moves is of before a clear
     again: set[BlockKey] = set()  # of a cleared store: what was submitted anew since
     began_ns: int = 0
+    ahead: int = 0  # of a load: blocks that were being read then, its own included
+    due_ns: int = 0  # when it should end; 0: not known
     tags: Sequence[Any] = ()  # of a load for somebody who holds the slots: what to call its blocks
 
 
@@ -138,7 +141,8 @@ class Tiering:
         self._stored: Counter[str] = Counter()  # since the last poll
         self._open: dict[JobId, _Open] = {}
         self._under_way: Counter[str] = Counter()
-        self._load_blocks = max(1, min(JOB_BLOCKS_MAX, LOAD_BYTES // slot_bytes))
+        self.loads = LoadPaces(tier.name for tier in tiers)
+        self.load_blocks = max(1, min(JOB_BLOCKS_MAX, LOAD_BYTES // slot_bytes))
         self.coming: dict[BlockKey, _Open] = {}  # what is on its way up
         self.off_disk = OffDisk()
         self._staged: list[tuple[Any, bool]] = []
@@ -344,8 +348,8 @@ class Tiering:
     ) -> None:
         """Read blocks into slots; the first job is under way before the next one is made."""
         slots = self._manager.prepare_store(len(keys))
-        for first in range(0, len(slots), self._load_blocks):
-            piece = slice(first, min(first + self._load_blocks, len(slots)))
+        for first in range(0, len(slots), self.load_blocks):
+            piece = slice(first, min(first + self.load_blocks, len(slots)))
             began = self._manager.begin_promotions(keys[piece], parents[piece], slots[piece])
             places = [first + at for at in began]
             if len(began) < piece.stop - first:
@@ -356,7 +360,7 @@ class Tiering:
                 if off_disk:
                     self.off_disk.update(moved)
                 job = self._job(JobKind.LOAD, moved, [slots[at] for at in places], above)
-                self._start_load(_Open(tier, job, began_ns=self._now_ns))
+                self._start_load(_Open(tier, job))
 
     def stage(
         self, tier: Tier, keys: Sequence[BlockKey], slots: Sequence[Slot], tags: Sequence[Any]
@@ -365,8 +369,8 @@ class Tiering:
 
         take_staged() says of each tag how that ended; until then its slot stays granted.
         """
-        for first in range(0, len(keys), self._load_blocks):
-            part = slice(first, first + self._load_blocks)
+        for first in range(0, len(keys), self.load_blocks):
+            part = slice(first, first + self.load_blocks)
             job = self._job(JobKind.LOAD, keys[part], slots[part], [None] * len(keys[part]))
             self._submit(_Open(tier, job, tags=tags[part]))
 
@@ -401,6 +405,9 @@ class Tiering:
                     before.again.update(work.job.keys)
         self._open[work.job.job_id] = work
         self._under_way[work.tier.name] += 1
+        if work.job.kind is JobKind.LOAD:
+            wait_ns, work.ahead = self.loads.began(work.tier.name, len(work.job.keys))
+            work.began_ns, work.due_ns = self._now_ns, self._now_ns + wait_ns if wait_ns else 0
         self._storing[work.tier.name] += len(work.pinned)
         try:
             work.tier.submit(work.job)
@@ -427,6 +434,9 @@ class Tiering:
         name, job = work.tier.name, work.job
         self._under_way[name] -= 1
         self._storing[name] -= len(work.pinned)
+        if job.kind is JobKind.LOAD:
+            took_ns = self._now_ns - work.began_ns if result.done == len(job.keys) else None
+            self.loads.ended(name, len(job.keys), work.ahead, took_ns)
         direction = "stored" if job.kind is JobKind.STORE else "loaded"
         self.counts[name, direction] += result.done
         if result.done < len(job.keys):

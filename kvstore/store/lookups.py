@@ -23,6 +23,7 @@ from kvstore.core.types import BlockKey, Chain, LeaseId, LookupResult, Slot
 from kvstore.handover.direct_fetches import Positions, reaching_on, with_reads
 from kvstore.handover.peers import Peers
 from kvstore.metrics import PEER, Numbers
+from kvstore.store.load_or_compute import measure, worth_loading
 from kvstore.store.misses import left_s_ago, missed
 from kvstore.store.namespace import Namespace
 from kvstore.store.session import Ask, Session
@@ -38,11 +39,15 @@ class _Hit(msgspec.Struct, frozen=True):
 
     pending: waiting could make it longer. below: of the blocks that it needs, those that memory
     lacks, and the first tier that has them; blocks of a peer that workers read are not among them.
+    there: blocks that are here, of which the others take longer to load than to compute. slow: the
+    first of these that a tier has.
     """
 
     blocks: int
     pending: bool
     below: Sequence[Found]
+    there: int = 0
+    slow: Found | None = None
 
 
 class _Below:
@@ -135,6 +140,7 @@ class Lookups:
             deadline_ns,
             memory_only,
             lookup.off_disk,
+            lookup.block_ns,
         )
         alone = memory_only or namespace.layout.unnamed
         if lookup.peer and self._peers is not None and not alone:
@@ -142,7 +148,7 @@ class Lookups:
         if self._owed(ask):
             ask.look_ns = now_ns + _OWED_NS
         else:
-            found = self._settled(ask)
+            found = self._settled(ask, now_ns)
             if found is not None or now_ns >= ask.deadline_ns:
                 return self._answer(session, ask, now_ns, found)
         if ask.ask in session.asks:
@@ -217,9 +223,9 @@ class Lookups:
             ask.look_ns = 0
         return ask.offered is None
 
-    def _settled(self, ask: Ask) -> _Hit | None:
+    def _settled(self, ask: Ask, now_ns: int) -> _Hit | None:
         """Look in all tiers; None if waiting could make the answer longer."""
-        found, namespace = self._look(ask), ask.namespace
+        found, namespace = self._look(ask, now_ns), ask.namespace
         if found.pending:
             return None
         slotless = ask.memory_only or ask.direct is not None
@@ -232,17 +238,37 @@ class Lookups:
         ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
         return None
 
-    def _look(self, ask: Ask, *, wait: bool = True) -> _Hit:
-        """Look in all tiers, each block once; wait: those that may be there soon are pending."""
+    def _look(self, ask: Ask, now_ns: int, *, wait: bool = True) -> _Hit:
+        """Look in all tiers, each block once; wait: those that may be there soon are pending.
+
+        What a peer was asked for is used in any case: its engine has computed it for this one.
+        """
+        found = self._look_for(ask, ask.blocks, wait=wait)
+        loads = found.below or ask.namespace.tiering.coming
+        if not ask.block_ns or ask.memory_only or ask.fetch is not None or not loads:
+            return found
+        end = worth_loading(
+            ask.namespace, ask.chain, found.blocks, found.below, ask.block_ns, now_ns
+        )
+        if end == found.blocks:
+            return found
+        slow = next((run for run in found.below if run.first >= end), None)
+        cut = self._look_for(ask, end, wait=wait)
+        return msgspec.structs.replace(cut, there=found.blocks, slow=slow)
+
+    def _look_for(self, ask: Ask, blocks: int, *, wait: bool) -> _Hit:
         namespace, coming = ask.namespace, not ask.memory_only
         below = _Below(ask, self._engine.promote_ns, wait=wait)
         lower = below if namespace.tiering.sources and coming else None
-        answer = namespace.manager.lookup(ask.chain, ask.blocks, below=lower, coming=coming)
+        answer = namespace.manager.lookup(ask.chain, blocks, below=lower, coming=coming)
         used: list[Found] = []
         for _, run in sorted(below.found.items()):
             first = ask.chain.first_of(namespace.layout.rules[run.group], answer.blocks)
             first, end = max(first, run.first), min(answer.blocks, run.end)
-            if first < end:
+            last = used[-1] if used else run
+            if first < end and (last.group, last.end, last.tier) == (run.group, first, run.tier):
+                used[-1] = last._replace(end=end)
+            elif first < end:
                 used.append(run._replace(first=first, end=end))
         return _Hit(answer.blocks, answer.pending, used)
 
@@ -255,13 +281,15 @@ class Lookups:
                 return False
             promote = namespace.tiering.promote
             promote(chain, blocks, found.below, now_ns, off_disk=ask.off_disk)
+        if found.slow is not None:
+            measure(namespace, chain, found.slow, now_ns)
         return True
 
     def hold(
         self, namespace: Namespace, chain: Chain, blocks: int, end_ns: int, now_ns: int
     ) -> Lease | None:
         """Lease the leading blocks that are here for no engine; what lower tiers have is read."""
-        found = self._look(Ask(0, namespace, chain, blocks, now_ns, now_ns), wait=False)
+        found = self._look(Ask(0, namespace, chain, blocks, now_ns, now_ns), now_ns, wait=False)
         if found.below:
             namespace.tiering.promote(chain, found.blocks, found.below, now_ns)
         return namespace.manager.prepare_load(chain, blocks, PINS, end_ns)
@@ -294,7 +322,7 @@ class Lookups:
             owed = self._owed(ask)
             if now_ns < min(ask.look_ns, ask.deadline_ns):
                 continue
-            found = self._settled(ask)  # which may move the deadline
+            found = self._settled(ask, now_ns)  # which may move the deadline
             if found is not None or now_ns >= ask.deadline_ns:
                 del session.asks[ask.ask]
                 session.asked_bytes -= len(ask.chain.packed)
@@ -313,7 +341,7 @@ class Lookups:
         self._owed(ask)  # it may have answered since the last look
         waited = found is None
         if found is None:
-            found = self._look(ask, wait=False)
+            found = self._look(ask, now_ns, wait=False)
         session.answered_ns.append(ask.asked_ns)
         pinned = manager.leases.blocks_of(session.number)
         deadline_ns = now_ns + self._engine.lease_ns
@@ -322,9 +350,8 @@ class Lookups:
             self._let_go(ask)
         if not capped:
             coming = not ask.memory_only
-            lease = manager.prepare_load(
-                chain, chain.blocks, session.number, deadline_ns, coming=coming
-            )
+            limit = found.blocks if found.there else chain.blocks
+            lease = manager.prepare_load(chain, limit, session.number, deadline_ns, coming=coming)
         if lease is not None and self._too_many(namespace, pinned, len(lease.entries)):
             manager.complete_load(lease.lease_id)
             lease, capped = None, True
@@ -357,6 +384,8 @@ class Lookups:
 
         And note how long ago the first block that memory lacks was evicted, if it was.
         """
+        if found.there > reach:
+            return ("too_slow", found.there)
         there = reach if ask.direct is not None else found.blocks
         why, gap_s = missed(ask, reach, there, waited=waited)
         if found.below:

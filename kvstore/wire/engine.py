@@ -60,7 +60,8 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     written; None: if that is faster. inside: tokens used of the last block, 0: all.
     loadable: how many may be loaded, which lower tiers and peers are asked for; None: all.
     direct: workers read themselves what a peer has, into the engine's memory. off_disk: what comes
-    up for it is not copied to lower tiers.
+    up for it is not copied to lower tiers. block_ns: how long the engine computes a block; what
+    takes longer to read from a lower tier is left out of the answer; 0: nothing is.
     """
 
     ask: Number
@@ -75,6 +76,7 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     loadable: Count | None = None
     direct: bool = False
     off_disk: bool = False
+    block_ns: Annotated[int, msgspec.Meta(ge=0, le=limits.BLOCK_NS_MAX)] = 0
 
 
 class HandedOver(msgspec.Struct, frozen=True, array_like=True):
@@ -438,7 +440,7 @@ ToWorker = Extent | Coming | Places | Passed | WriteBlocks
 ToEngine = ToWorker | Welcome | Refused | Answers | BlockVersions | Detach | Report
 
 MISSES = (
-    *("never_seen", "evicted", "not_stored", "pending", "too_late"),
+    *("never_seen", "evicted", "not_stored", "pending", "too_late", "too_slow"),
     *("no_slot", "lease_limit", "load_failed", "no_store", "tail"),
 )
 EVENTS = frozenset(

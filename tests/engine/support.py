@@ -52,7 +52,8 @@ def only_long(value: object) -> Any:
 def attach(store: StoreProcess | None = None, *, by: str = OURS, **extra: object) -> dict[str, Any]:
     """A kv_transfer_config for a shared store, or for a private one.
 
-    by: dotted name of the connector class. extra: more of kv_connector_extra_config.
+    by: dotted name of the connector class. extra: more of kv_connector_extra_config. What is there
+    is loaded, however fast these small models compute.
     """
     module, _, name = by.rpartition(".")
     place = {"cpu": CAPACITY} if store is None else {"store": store.address}
@@ -61,7 +62,7 @@ def attach(store: StoreProcess | None = None, *, by: str = OURS, **extra: object
         "kv_connector_module_path": module,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": place | extra,
+        "kv_connector_extra_config": place | {"always_load": True} | extra,
     }
 
 

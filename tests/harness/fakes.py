@@ -327,17 +327,23 @@ class Engine:
         """Send a batch; answers go out with the next tick."""
         self.town.say(self.scheduler, p.Step(**fields))
 
-    def ask(self, chain: Sequence[bytes], *, memory_only: bool = False) -> int:
+    def ask(self, chain: Sequence[bytes], *, memory_only: bool = False, block_ns: int = 0) -> int:
         """Send a lookup and return its number."""
         self._asks += 1
-        lookup = p.Lookup(self._asks, b"".join(chain), len(chain[0]), b"", memory_only)
+        lookup = p.Lookup(
+            self._asks,
+            b"".join(chain),
+            len(chain[0]),
+            memory_only=memory_only,
+            block_ns=block_ns,
+        )
         self.step(lookups=(lookup,))
         self.pump()
         return self._asks
 
-    def hit(self, chain: Sequence[bytes]) -> p.Granted:
+    def hit(self, chain: Sequence[bytes], *, block_ns: int = 0) -> p.Granted:
         """Send a lookup and return its answer."""
-        ask = self.ask(chain)
+        ask = self.ask(chain, block_ns=block_ns)
         if ask not in self.granted:
             self.town.settle(self)
         return self.granted[ask]

@@ -1,0 +1,89 @@
+"""How long something takes, by how long it took: a line over its amount. And how long loads take.
+
+    seconds = start + amount x each
+
+The line is the one with the least squares to what was measured, of which the last measurements
+count most. Where all had about the same amount, or noise turns the line round, it starts at 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+SHARE = 1 / 8
+_ALONE_SHARE = 1 / 4  # that a load counts which began while no other was under way
+_SPREAD = 1 / 64  # of the mean's square: a smaller variance says nothing of the line's direction
+
+
+class Pace:
+    """What was measured of one thing, as sums that do not grow."""
+
+    __slots__ = ("_amounts", "_products", "_seconds", "_squares", "weight")
+
+    def __init__(self) -> None:
+        """Start without measurements."""
+        self.weight = 0.0  # 1 in the end
+        self._amounts = self._seconds = self._squares = self._products = 0.0
+
+    def note(self, amount: float, seconds: float, share: float = SHARE) -> None:
+        """Take in a measurement; share: its weight, of all that were taken in until then."""
+        kept = 1 - share
+        self.weight = self.weight * kept + share
+        self._amounts = self._amounts * kept + amount * share
+        self._seconds = self._seconds * kept + seconds * share
+        self._squares = self._squares * kept + amount * amount * share
+        self._products = self._products * kept + amount * seconds * share
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """Return the seconds that any amount takes, and those of each unit; 0 if not known."""
+        if not self._amounts:
+            return 0.0, 0.0
+        amount, seconds = self._amounts / self.weight, self._seconds / self.weight
+        square, product = self._squares / self.weight, self._products / self.weight
+        variance = square - amount * amount
+        if variance > square * _SPREAD:
+            each = (product - amount * seconds) / variance
+            start = seconds - amount * each
+            if each > 0 and start >= 0:
+                return start, each
+            if each > 0:
+                return 0.0, product / square
+        return 0.0, seconds / amount
+
+    def seconds(self, amount: float) -> float:
+        """Return how long so much takes, as far as is known."""
+        start, each = self.line
+        return start + amount * each
+
+
+class LoadPaces:
+    """How long it takes to read blocks of each tier after all that are being read."""
+
+    def __init__(self, tiers: Iterable[str]) -> None:
+        """tiers: names of those that are measured."""
+        self._paces = {name: Pace() for name in tiers}
+        self._reading: Counter[str] = Counter()  # blocks of loads under way
+
+    def wait_ns(self, tier: str, blocks: int) -> int:
+        """Return how long it takes until so many more blocks are read; 0: not known."""
+        pace = self._paces.get(tier)
+        return 0 if pace is None else int(pace.seconds(self._reading[tier] + blocks) * 1e9)
+
+    def idle(self, tier: str) -> bool:
+        """Tell whether a tier that is measured reads nothing."""
+        return tier in self._paces and not self._reading[tier]
+
+    def began(self, tier: str, blocks: int) -> tuple[int, int]:
+        """Note a load; return how long it will take, or 0, and how many blocks are being read."""
+        wait_ns = self.wait_ns(tier, blocks)
+        self._reading[tier] += blocks
+        return wait_ns, self._reading[tier]
+
+    def ended(self, tier: str, blocks: int, ahead: int, took_ns: int | None) -> None:
+        """Note its end. ahead: as began() said. took_ns: None for one that failed."""
+        self._reading[tier] -= blocks
+        pace = self._paces.get(tier)
+        if pace is not None and took_ns is not None:
+            pace.note(ahead, took_ns / 1e9, _ALONE_SHARE if ahead == blocks else SHARE)
