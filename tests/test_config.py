@@ -277,7 +277,8 @@ SHARED = {
     "promote_limit": None, "block_tokens": None, "transfer": "auto", "lease": 30 * 10**9,
     "listen": None, "metrics": None, "two_way": False, "recompute_threshold": 0,
     "decode_ttl": 480 * 10**9,
-    "direct": False, "store_user": None, "always_load": False, "max_load_tokens": None, "max_offload_tokens": None,
+    "direct": False, "store_user": None, "always_load": False, "max_load_tokens": None,
+    "max_offload_tokens": None,
     "kv_load_tiers": None, "kv_store_tiers": None, "offload_prompt_only": False, "tenant": None,
 }  # fmt: skip
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Sequence
+from functools import partial
+from typing import cast
 
 import pytest
 
@@ -12,40 +12,16 @@ from connectors.compute_pace import ComputePace
 from kvstore.core.pace import LoadPaces, Pace
 from kvstore.core.tier import TierContext
 from kvstore.core.tiering import Found, Tiering
-from kvstore.core.types import Chain, JobKind, JobResult, TransferJob
+from kvstore.core.types import Chain, JobKind, TransferJob
 from kvstore.store.load_or_compute import ENDS_MAX, worth_loading
 from kvstore.wire import engine as p
 from tests.harness.fakes import Engine, Town, blocks, hashes, settings
+from tests.harness.paced_tier import PacedTier
 from tests.harness.script import Request, Script
-from tests.reference.memory_tier import MemoryTier
 
 MS = 1_000_000
 SLOW, QUICK = 20 * MS, MS // 10  # ns, that a block is read in
 COMPUTED = 2 * MS  # likewise computed
-
-
-class PacedTier(MemoryTier):
-    """Reads one block after another, each in block_ns of the town's time."""
-
-    town: Town
-    block_ns = SLOW
-
-    def __init__(self, context: TierContext) -> None:
-        super().__init__(context)
-        self._loads: deque[tuple[int, TransferJob]] = deque()
-        self._free_ns = 0
-
-    def submit(self, job: TransferJob) -> None:
-        if job.kind is JobKind.STORE:
-            super().submit(job)
-            return
-        self._free_ns = max(self._free_ns, self.town.now_ns) + self.block_ns * len(job.keys)
-        self._loads.append((self._free_ns, job))
-
-    def poll(self) -> Sequence[JobResult]:
-        while self._loads and self._loads[0][0] <= self.town.now_ns:
-            super().submit(self._loads.popleft()[1])
-        return super().poll()
 
 
 class Street:
@@ -53,12 +29,15 @@ class Street:
 
     def __init__(self, **paces: int) -> None:
         """paces: ns that a tier reads a block in, by its name; the first is asked first."""
-        kinds = {name: type(name, (PacedTier,), {"block_ns": pace}) for name, pace in paces.items()}
-        self.town = Town(settings(promote="60s", leased="100%"), tiers=[*kinds.items()])
-        for kind in kinds.values():
-            setattr(kind, "town", self.town)  # noqa: B010 - of a class that was just made
+        made = [(name, partial(self._make, pace)) for name, pace in paces.items()]
+        self.town = Town(settings(promote="60s", leased="100%"), tiers=made)
         self.live: Engine = self.town.attach()
-        self.tiers = {tier.name: tier for tier in self.town.tiers}
+        self.tiers = {tier.name: cast("PacedTier", tier) for tier in self.town.tiers}
+
+    def _make(self, block_ns: int, context: TierContext) -> PacedTier:
+        tier = PacedTier(context)
+        tier.block_ns, tier.clock = block_ns, lambda: self.town.now_ns
+        return tier
 
     @property
     def tiering(self) -> Tiering:
@@ -173,7 +152,7 @@ def test_O21_a_load_that_is_late_is_taken_for_slow() -> None:
     street = Street(disk=QUICK)
     street.measured()
     chain = street.put(hashes(6))
-    street.tiers["disk"].block_ns = 100 * SLOW  # type: ignore[attr-defined]
+    street.tiers["disk"].block_ns = 100 * SLOW
     assert len(blocks(street.hit(chain))) == 6
     street.town.tick(5)
     assert len(blocks(street.hit(chain))) == 6, "it may end soon"
@@ -193,7 +172,7 @@ def test_O21_a_slow_tier_is_measured_now_and_then_and_used_once_it_is_quick() ->
         submit(job)
 
     disk.submit = counted  # type: ignore[method-assign]
-    disk.block_ns = QUICK  # type: ignore[attr-defined]
+    disk.block_ns = QUICK
     chains = [street.put(hashes(4, f"chain {number}")) for number in range(16)]
     began_ns = street.town.now_ns
     for number in range(100):

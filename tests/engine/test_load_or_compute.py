@@ -1,0 +1,46 @@
+"""A real engine computes what it would wait longer for, and measures how fast it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.bench.engine import Engine, Request
+from tests.bench.models import prompt
+from tests.bench.store import StoreProcess
+from tests.engine.identity import assert_same
+from tests.engine.support import TOKENS_OUT, attach, forget, numbers, servable, settled
+
+pytestmark = pytest.mark.vllm
+
+CAPACITY = "8MiB"  # four prompts
+ATTIC = '\n[[tier]]\nname = "attic"\nclass = "tests.harness.paced_tier:PacedTier"\n'
+TOO_SLOW = "kvstore_missed_tokens{too_slow}"
+FROM_ATTIC = "kvstore_hit_tokens{attic}"
+
+
+@pytest.mark.parametrize("block_ms", [0, 200])
+def test_O21_an_engine_loads_from_a_quick_tier_and_computes_what_a_slow_one_has(
+    block_ms: int, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    requests = [Request(id=f"n{i}", tokens=prompt(91_000 + i, 1001)) for i in range(12)]
+    settings = f"{ATTIC}options = {{ block_ms = {block_ms} }}\n"
+    with (
+        StoreProcess(tmp_path, CAPACITY, settings) as store,
+        Engine(model("llama_s"), connector=attach(store, always_load=False)) as engine,
+    ):
+        reference = [engine.run([one], max_tokens=TOKENS_OUT)[0] for one in requests]
+        forget(engine)
+        settled(lambda: numbers(store.address).get("kvstore_tier_blocks{attic,stored}", 0))
+        got = [engine.run([one], max_tokens=TOKENS_OUT)[0] for one in requests]
+        assert_same(reference, got)
+        found = settled(lambda: numbers(store.address))
+        all_tokens = sum(servable(len(request.tokens)) for request in requests)
+        if block_ms:
+            assert found[TOO_SLOW] >= all_tokens // 2
+            assert found.get(FROM_ATTIC, 0) < all_tokens // 2
+        else:
+            assert found[FROM_ATTIC] >= all_tokens // 2
+            assert TOO_SLOW not in found
