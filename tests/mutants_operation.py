@@ -268,10 +268,34 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/store/lookups.py": (
         (
+            "load_or_compute -k O21_a_load_of_another",
+            "limit = found.blocks if found.there else chain.blocks",
+            "limit = chain.blocks",
+        ),
+        ("load_or_compute -k O21_a_slow", "measure(namespace, chain, found.slow, now_ns)"),
+        (
             "pins -k Q51_after",
             "namespace.tiering.promote(chain, found.blocks, found.below, now_ns)\n        return",
             "pass\n        return",
         ),
+    ),
+    "kvstore/store/load_or_compute.py": (
+        ("load_or_compute -k O21_what", "max(waits_ns, default=0) - end * block_ns", "0"),
+        ("load_or_compute -k O21_a_load_of_another", "if first < end]", "if False]"),
+        ("load_or_compute -k O21_a_load_that_is_late", "now_ns - work.began_ns if late else ", ""),
+        ("load_or_compute -k O21_a_slow", "now_ns >= namespace.measure_ns and ", ""),
+        ("load_or_compute -k O21_a_hit_with_many", "LOOKS_MAX // (1 + len(below))", "LOOKS_MAX"),
+    ),
+    "kvstore/core/pace.py": (
+        ("load_or_compute -k O21_a_queue", "self._reading[tier] + blocks) *", "blocks) *"),
+        ("load_or_compute -k O21_a_slow", "self._reading[tier] -= blocks"),
+        ("load_or_compute -k a_line", "start >= 0:", "False:"),
+        ("load_or_compute -k of_like", "each > 0 and ", ""),
+    ),
+    "connectors/compute_pace.py": (
+        ("load_or_compute -k O21_an_engine", "if self._tokens < _KNOWN_TOKENS:", "if False:"),
+        ("load_or_compute -k O21_steps", "max(scheduled_ns, self._ended_ns)", "scheduled_ns"),
+        ("load_or_compute -k O21_an_engine", "if tokens:", "if True:"),
     ),
     "kvstore/store/namespace.py": (
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from functools import partial
 from typing import cast
 
@@ -13,7 +14,7 @@ from kvstore.core.pace import LoadPaces, Pace
 from kvstore.core.tier import TierContext
 from kvstore.core.tiering import Found, Tiering
 from kvstore.core.types import Chain, JobKind, TransferJob
-from kvstore.store.load_or_compute import ENDS_MAX, worth_loading
+from kvstore.store.load_or_compute import ENDS_MAX, LOOKS_MAX, worth_loading
 from kvstore.wire import engine as p
 from tests.harness.fakes import Engine, Town, blocks, hashes, settings
 from tests.harness.paced_tier import PacedTier
@@ -185,6 +186,14 @@ def test_O21_a_slow_tier_is_measured_now_and_then_and_used_once_it_is_quick() ->
     assert sum(map(bool, submitted[:-1])) <= seconds + 1
 
 
+class Counted(list[Found]):
+    walks = 0
+
+    def __iter__(self) -> Iterator[Found]:
+        self.walks += 1
+        return super().__iter__()
+
+
 def test_O21_a_hit_with_many_holes_is_compared_at_few_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -201,10 +210,11 @@ def test_O21_a_hit_with_many_holes_is_compared_at_few_ends(
     monkeypatch.setattr(LoadPaces, "wait_ns", counted)
     (namespace,) = street.town.store.namespaces.values()
     (disk,) = street.town.tiers
-    below = [Found(0, at, at + 1, disk) for at in range(0, 2000, 2)]
+    below = Counted(Found(0, at, at + 1, disk) for at in range(0, 2000, 2))
     chain = Chain(random.randbytes(32 * 2000), 32, 1, b"")
     assert worth_loading(namespace, chain, 2000, below, COMPUTED, street.town.now_ns) == 2000
     assert asked <= ENDS_MAX + 1
+    assert below.walks <= 4 + LOOKS_MAX // 1000
 
 
 # The engine's side
@@ -231,6 +241,7 @@ def test_O21_an_engine_says_how_long_one_more_block_takes() -> None:
         assert pace.block_ns(16) == 0, "too little is known"
         run(pace, clock, tokens, 10 + tokens / 50)
         clock.now_ns += 10**9  # nothing to do
+        pace.began(0)
     for _ in range(100):
         run(pace, clock, 1, 10)
     assert pace.block_ns(16) == pytest.approx(16 * MS / 50, rel=0.05)
@@ -273,6 +284,7 @@ def test_a_line_is_found_in_noise_and_follows_a_change() -> None:
             amount = rng.randint(1, 64)
             pace.note(amount, (0.005 + amount * each) * rng.uniform(0.9, 1.1))
         assert pace.seconds(64) == pytest.approx(0.005 + 64 * each, rel=0.15)
+    assert pace.line == pytest.approx((0.005, 0.002), rel=0.5)
 
 
 def test_of_like_amounts_a_line_through_0_is_made() -> None:

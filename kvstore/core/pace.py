@@ -48,9 +48,7 @@ class Pace:
             start = seconds - amount * each
             if each > 0 and start >= 0:
                 return start, each
-            if each > 0:
-                return 0.0, product / square
-        return 0.0, seconds / amount
+        return 0.0, product / square
 
     def seconds(self, amount: float) -> float:
         """Return how long so much takes, as far as is known."""
