@@ -269,7 +269,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/store/lookups.py": (
         (
             "load_or_compute -k O21_a_load_of_another",
-            "limit = found.blocks if found.there else chain.blocks",
+            "limit = found.end if found.there else chain.blocks",
             "limit = chain.blocks",
         ),
         ("load_or_compute -k O21_a_slow", "measure(namespace, chain, found.slow, now_ns)"),

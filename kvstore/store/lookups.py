@@ -39,14 +39,15 @@ class _Hit(msgspec.Struct, frozen=True):
 
     pending: waiting could make it longer. below: of the blocks that it needs, those that memory
     lacks, and the first tier that has them; blocks of a peer that workers read are not among them.
-    there: blocks that are here, of which the others take longer to load than to compute. slow: the
-    first of these that a tier has.
+    there: blocks that are here, of which those from end on take longer to load than to compute;
+    0: none does. slow: the first of these that a tier has.
     """
 
     blocks: int
     pending: bool
     below: Sequence[Found]
     there: int = 0
+    end: int = 0
     slow: Found | None = None
 
 
@@ -254,7 +255,7 @@ class Lookups:
             return found
         slow = next((run for run in found.below if run.first >= end), None)
         cut = self._look_for(ask, end, wait=wait)
-        return msgspec.structs.replace(cut, there=found.blocks, slow=slow)
+        return msgspec.structs.replace(cut, there=found.blocks, end=end, slow=slow)
 
     def _look_for(self, ask: Ask, blocks: int, *, wait: bool) -> _Hit:
         namespace, coming = ask.namespace, not ask.memory_only
@@ -350,7 +351,7 @@ class Lookups:
             self._let_go(ask)
         if not capped:
             coming = not ask.memory_only
-            limit = found.blocks if found.there else chain.blocks
+            limit = found.end if found.there else chain.blocks
             lease = manager.prepare_load(chain, limit, session.number, deadline_ns, coming=coming)
         if lease is not None and self._too_many(namespace, pinned, len(lease.entries)):
             manager.complete_load(lease.lease_id)

@@ -84,17 +84,25 @@ class Checks:
         lookups._answer = self._answered(answer)  # type: ignore[method-assign]
 
     def _answered(self, answer: Callable[..., p.Granted]) -> Callable[..., p.Granted]:
-        """Compare each answer with a search block by block: nothing that is here is missed."""
+        """Compare each answer with a search block by block: nothing that is here is missed.
+
+        But for what is on its way, and comes later than the engine would have computed it.
+        """
 
         def checked(session: Session, ask: Ask, *more: int | None) -> p.Granted:
             granted, namespace = answer(session, ask, *more), ask.namespace
             if not granted.capped:
                 states = (_READY,) if ask.memory_only else _HERE
                 wanted = _leading(namespace, ask, states)
-                found = wanted if not granted.hits else _blocks(namespace, granted)
-                assert found == wanted, f"answered {found} blocks, {wanted} are here"
-                assert granted.hits or not wanted, f"answered none, {wanted} blocks are here"
-                self.hits += bool(wanted)
+                late = granted.missed[0] == "too_slow"
+                least = wanted
+                if late:  # a window that comes later may cost blocks that are ready
+                    whole = all(rule.trailing is None for rule in namespace.layout.rules)
+                    least = _leading(namespace, ask, (_READY,)) if whole else 0
+                found = _blocks(namespace, granted) if granted.hits else 0
+                here = f"{least} to {wanted} are here"
+                assert least <= found <= wanted, f"answered {found} blocks, {here}"
+                self.hits += bool(found)
             return granted
 
         return checked

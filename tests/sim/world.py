@@ -19,6 +19,7 @@ from functools import partial
 
 import msgspec
 
+from connectors.compute_pace import ComputePace
 from kvstore.config import Config, CpuConfig, EngineConfig, ServerConfig, TierConfig
 from kvstore.core.index import State
 from kvstore.core.tier import SlotMemory, Tier, TierContext
@@ -45,7 +46,17 @@ QUIET_TURNS = 3  # after the last request, before a world may be over
 REQUESTS_MAX = 8  # of an engine at one time
 CHECK_TURNS = 4  # from one look at the whole store to the next
 TRACE_LINES = 40
-FEATURES = ("tier", "models", "resets", "aborts", "errors", "slow", "sends", "priorities")
+FEATURES = (
+    "tier",
+    "models",
+    "resets",
+    "aborts",
+    "errors",
+    "slow",
+    "sends",
+    "priorities",
+    "compares",
+)
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -120,6 +131,8 @@ class World:
         host = Host(self.net, self.rng, f"e{number}", self._shape, model)
         if not self._has("sends"):
             host.half.delays = 0.0
+        if (self.seed // 20 + number) % 2 and self._has("compares"):
+            host.half.prefer_computing(ComputePace(lambda: self.net.now))
         for worker in host.workers:
             worker.errors = self.read_errors
             worker.slowness = 0.97 if self.churn and not number else self._slowness[number]
