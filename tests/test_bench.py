@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -23,7 +24,19 @@ from connectors.copies.gpu.measure import Choice
 from kvstore.core.errors import KVStoreError, NotSupported
 from kvstore.units import KIB, MIB
 from tests.bench import __main__ as bench
-from tests.bench import beside, charts, export, gpu, handover, index, nvme, raw_disk, steal
+from tests.bench import (
+    beside,
+    charts,
+    engine,
+    export,
+    gpu,
+    handover,
+    index,
+    load,
+    nvme,
+    raw_disk,
+    steal,
+)
 from tests.bench.clock import Clock
 from tests.bench.raw_disk import filled
 from tests.bench.report import Result, as_json
@@ -370,6 +383,48 @@ def test_times_of_a_hand_over_are_compared_within_rounds() -> None:
     for one in results:
         expected = "tcp" if one.parameters["system"] == "direct_push" else "shared memory"
         assert one.parameters.get("transport") == (None if one.name == COLD else expected)
+
+
+def answers(*turns: tuple[list[int], list[float], float]) -> list[engine.Result]:
+    return [
+        engine.Result("", tokens=tokens, margins=margins, ttft_s=ttft_s)
+        for tokens, margins, ttft_s in turns
+    ]
+
+
+def test_waits_of_sessions_are_compared_within_rounds() -> None:
+    clear = [1.0, 1.0]
+    found: load.Numbers = defaultdict(list)
+    for ttft_s in (1.0, 2.0, 4.0):
+        plain = [answers(([1, 2], clear, ttft_s), ([3, 4], clear, 3 * ttft_s))]
+        load._note(found, load.NONE, 10 * ttft_s, plain)
+        load._note(found, load.NATIVE, 5 * ttft_s, plain)
+        quick = [answers(([1, 2], clear, ttft_s / 2), ([3, 4], clear, ttft_s / 2))]
+        load._note(found, load.OURS, 4 * ttft_s, quick)
+    results = load.results(found, {load.OURS: 1})
+    (mean,) = of(results, name="ttft_mean", system=load.OURS)
+    assert (mean.value, mean.reference, mean.parameters["against"]) == (1000, 4000, load.NATIVE)
+    assert mean.ratio == pytest.approx(0.25)
+    assert mean.parameters["unlike"] == 1
+    (slowest,) = of(results, name="ttft_p99", system=load.NONE)
+    assert slowest.value == 6000
+    (rate,) = of(results, name="output_tokens_per_s", system=load.OURS)
+    assert rate.value == pytest.approx(0.5)
+    assert (rate.ratio, rate.better) == (pytest.approx(1.25), "higher")
+    (wall,) = of(results, name="wall", system=load.NATIVE)
+    assert (wall.ratio, wall.parameters["against"]) == (pytest.approx(0.5), load.NONE)
+
+
+def test_an_answer_is_unlike_where_the_tokens_were_no_near_tie() -> None:
+    plain = [answers(([1, 2, 3], [1.0, 0.01, 1.0], 1.0), ([4, 5, 6], [1.0] * 3, 1.0))]
+    for tokens, later, unlike in (
+        ([1, 2, 3], [4, 5, 6], 0),
+        ([1, 2, 3], [4, 7, 6], 1),
+        ([1, 9, 3], [4, 7, 6], 0),  # what follows a near tie has another prompt
+        ([9, 2, 3], [4, 5, 6], 1),
+    ):
+        other = [answers((tokens, [1.0] * 3, 1.0), (later, [1.0] * 3, 1.0))]
+        assert load._unlike(plain, other) == unlike
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,10 @@ BENCHES = {
         "time to first token of a prompt computed by another real vLLM engine; needs vllm",
     ),
     "index": ("tests.bench.index", "the manager up to millions of blocks, against vLLM's"),
+    "load": (
+        "tests.bench.load",
+        "many sessions on a real vLLM engine with little memory: what users wait; needs vllm",
+    ),
     "nvme": ("tests.bench.nvme", "blocks to disk and back, against plain direct I/O"),
     "nvme-index": ("tests.bench.nvme_index", "how fast a disk's blocks are known after a start"),
     "service": ("tests.bench.service", "many engines on one store, against a bare echo server"),

@@ -175,6 +175,36 @@ class Driver:
                     results[name].steps_to_first_token = None
         return [results[request.id] for request in requests]
 
+    def converse(
+        self, sessions: Sequence[Sequence[Sequence[int]]], max_tokens: int, logprobs: int
+    ) -> list[list[Result]]:
+        """Run sessions at once, each turn of one when its last one is answered.
+
+        sessions: what each user says in each turn. A prompt is all that was said, answers included.
+        """
+        said = [list(turns[0]) for turns in sessions]
+        found: list[list[Result]] = [[] for _ in sessions]
+        live: dict[str, tuple[int, Live]] = {}
+
+        def add(number: int) -> None:
+            request = Request(id=f"{number}.{len(found[number])}", tokens=list(said[number]))
+            live[request.id] = number, Live(request, 0)
+            self._add(request, max_tokens, logprobs)
+
+        for number in range(len(sessions)):
+            add(number)
+        while live:
+            for output in self._stepper.step()[0]:
+                number, one = live[output.request_id]
+                one.take(output, 0)
+                if one.over:
+                    del live[output.request_id]
+                    found[number].append(one.result)
+                    if len(found[number]) < len(sessions[number]):
+                        said[number] += [*one.result.tokens, *sessions[number][len(found[number])]]
+                        add(number)
+        return found
+
     def _add(self, request: Request, max_tokens: int, logprobs: int) -> None:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest

@@ -212,6 +212,17 @@ class Engine:
         )
         return found
 
+    def converse(
+        self, sessions: Sequence[Sequence[Sequence[int]]], *, max_tokens: int, logprobs: int = 2
+    ) -> list[list[Result]]:
+        """Run sessions at once, each turn of one when its last one is answered; their answers.
+
+        sessions: what each user says in each turn, in tokens. A prompt is all that was said before,
+        answers of max_tokens included, and that.
+        """
+        found: list[list[Result]] = self._call("converse", sessions, max_tokens, logprobs)
+        return found
+
     def idle_steps(self, steps: int) -> int:
         """Step without requests, so that finished work is polled; how many steps had work.
 

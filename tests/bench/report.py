@@ -19,7 +19,7 @@ from tests.bench.steal import DISTURBED, undisturbed
 SEED = 20
 RESAMPLES = 4000
 CONFIDENCE = 0.9
-SCALES = {"ms": 1e3, "GB/s": 1e-9}
+SCALES = {"ms": 1e3, "GB/s": 1e-9, "tokens/s": 1.0}
 WHOLE_FROM = 10_000  # with four digits these would be shown with an exponent
 T = TypeVar("T")
 IN_OTHER_COLUMNS = ("against", "difference_ms", "ratio_low", "ratio_high")
@@ -94,7 +94,7 @@ def compared(
     against: str,
     parameters: Mapping[str, object],
 ) -> Result:
-    """Make a result of rounds that were measured in pairs, in seconds or bytes per second."""
+    """Make a result of rounds that were measured in pairs, in seconds or anything per second."""
     ratio = paired_ratio(values, others)
     interval = {"ratio_low": round(ratio.low, 4), "ratio_high": round(ratio.high, 4)}
     alone = measured(name, values, unit, {**parameters, "against": against, **interval})
@@ -105,7 +105,7 @@ def compared(
 def measured(
     name: str, values: Sequence[float], unit: str, parameters: Mapping[str, object]
 ) -> Result:
-    """Make a result of rounds, in seconds or bytes per second; JSON has each of them."""
+    """Make a result of rounds, in seconds or anything per second; JSON has each of them."""
     rounds = [value * SCALES[unit] for value in values]
     return Result(
         name, statistics.median(rounds), unit, parameters={**parameters, "values": rounds}
