@@ -15,20 +15,21 @@ from tests.engine.support import TOKENS_OUT, attach, forget, numbers, servable, 
 
 pytestmark = pytest.mark.vllm
 
-CAPACITY = "8MiB"  # four prompts
+CAPACITY = "16MiB"  # eight prompts
+ROOT = str(Path(__file__).parents[2])  # where the tier is
 ATTIC = '\n[[tier]]\nname = "attic"\nclass = "tests.harness.paced_tier:PacedTier"\n'
 TOO_SLOW = "kvstore_missed_tokens{too_slow}"
 FROM_ATTIC = "kvstore_hit_tokens{attic}"
 
 
-@pytest.mark.parametrize("block_ms", [0, 200])
+@pytest.mark.parametrize("block_ms", [0, 50])
 def test_O21_an_engine_loads_from_a_quick_tier_and_computes_what_a_slow_one_has(
     block_ms: int, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    requests = [Request(id=f"n{i}", tokens=prompt(91_000 + i, 1001)) for i in range(12)]
+    requests = [Request(id=f"n{i}", tokens=prompt(91_000 + i, 1001)) for i in range(20)]
     settings = f"{ATTIC}options = {{ block_ms = {block_ms} }}\n"
     with (
-        StoreProcess(tmp_path, CAPACITY, settings) as store,
+        StoreProcess(tmp_path, CAPACITY, settings, environment={"PYTHONPATH": ROOT}) as store,
         Engine(model("llama_s"), connector=attach(store, always_load=False)) as engine,
     ):
         reference = [engine.run([one], max_tokens=TOKENS_OUT)[0] for one in requests]
