@@ -184,6 +184,7 @@ class CpuConfig(Section, frozen=True):
     ]
     extent_bytes: Annotated[int, Setting(_extent(8, round), "auto")]
     numa: Annotated[int | None, Setting(whole_number(0, NODE_MAX))]
+    policy: Annotated[str, Setting(choice("segmented", "lru"), "segmented")]
 
 
 class EngineConfig(Section, frozen=True):

@@ -20,8 +20,11 @@ from typing import Annotated
 import msgspec
 
 from kvstore.core.errors import ConfigError
+from kvstore.core.eviction import LRU
+from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
 from kvstore.core.leases import NEVER_NS, Generations
 from kvstore.core.manager import Manager
+from kvstore.core.segmented import GHOSTS
 from kvstore.core.tiering import Found, Tiering
 from kvstore.core.types import (
     BlockKey,
@@ -41,6 +44,7 @@ BLOCKS_MAX = 1 << 28  # of a trace, repeats included
 _ID_BYTES = 8
 _OWNER = 1
 _NEVER = 1 << 62  # the next use of a block that is not used again
+STEP_BLOCKS = 8  # that an engine computes in a step
 _WATCHED = 64  # requests between two reports of progress
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -151,14 +155,25 @@ def blocks_of(text: str, unique: int, block_bytes: int | None) -> int:
 class _Memory:
     """A manager over slots without memory."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, policy: str = LRU) -> None:
         generations = Generations()
         generations.add(memoryview(bytearray(4 * blocks)).cast("I"))
-        self.manager = Manager((GroupRule(),), generations)
+        left = Ghosts(memoryview(bytearray(ENTRY_BYTES << (GHOSTS * blocks).bit_length())))
+        self.manager = Manager((GroupRule(),), generations, left, policy=policy)
         self.manager.slots.add([Slot(slot) for slot in range(blocks)])
 
     def store(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> int:
-        """Store blocks of a path, as far as there is room; count them."""
+        """Store blocks of a path as an engine computes them, while there is room; count them."""
+        stored = 0
+        while stored < len(keys):
+            part = self._store(keys[stored : stored + STEP_BLOCKS], parent)
+            if not part:
+                break
+            stored += part
+            parent = keys[stored - 1]
+        return stored
+
+    def _store(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> int:
         manager = self.manager
         slots = manager.prepare_store(len(keys))
         if not slots:
@@ -168,7 +183,7 @@ class _Memory:
         filled = [slots[at] for at in began]
         manager.give_back(set(slots).difference(filled))
         manager.complete_promotions(filled, len(filled))
-        return len(slots)
+        return len(began)
 
 
 class _Disk:
@@ -230,8 +245,8 @@ class _Disk:
 class _Store:
     """What a store has of one model: memory, and a disk if it has one."""
 
-    def __init__(self, memory_blocks: int, disk_blocks: int | None) -> None:
-        self._memory = _Memory(memory_blocks)
+    def __init__(self, memory_blocks: int, disk_blocks: int | None, policy: str) -> None:
+        self._memory = _Memory(memory_blocks, policy)
         self._disk = None if disk_blocks is None else _Disk(disk_blocks)
         tiers = () if self._disk is None else (self._disk,)
         self._tiering = Tiering(self._memory.manager, tiers, 1)
@@ -272,9 +287,10 @@ def replay(
     disk_blocks: int | None = None,
     block_tokens: int = 512,
     watch: Callable[[float], object] = lambda _: None,
+    policy: str = LRU,
 ) -> Replayed:
-    """Replay a trace. watch(share): so much of it is done."""
-    store = _Store(memory_blocks, disk_blocks)
+    """Replay a trace. watch(share): so much of it is done. policy: of memory."""
+    store = _Store(memory_blocks, disk_blocks, policy)
     hits, hit_tokens, tokens = [0, 0], 0, 0
     for number, request in enumerate(trace.requests):
         packed = b"".join([each.to_bytes(_ID_BYTES, "little") for each in request.hash_ids])

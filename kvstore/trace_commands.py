@@ -46,7 +46,8 @@ def add_replay(add: Add) -> None:
     sizes = 'a part of the unique blocks such as "5%%", blocks, or bytes with --block-bytes'
     replay.add_argument("--cpu", required=True, help=f"memory: {sizes}")
     replay.add_argument("--nvme", help="disk, in the same way (default: none)")
-    replay.add_argument("--policy", choices=["lru"], default="lru", help="default: lru")
+    text = "which block leaves memory next (default: segmented, as in a store)"
+    replay.add_argument("--policy", choices=["segmented", "lru"], default="segmented", help=text)
     text = "of a block, as `kvstore size` says"
     replay.add_argument("--block-bytes", help=f'bytes {text}, such as "2MiB"')
     tokens = f"tokens of a block of the trace (default: {BLOCK_TOKENS})"
@@ -113,7 +114,9 @@ def _replay(chosen: argparse.Namespace) -> int:
     collect_young_only()  # a full collection walks every block
     with share() as tell:
         text = f"{trace.blocks:,} blocks"
-        found = replay(trace, memory, disk, chosen.block_tokens, lambda part: tell(part, text))
+        found = replay(
+            trace, memory, disk, chosen.block_tokens, lambda part: tell(part, text), chosen.policy
+        )
     if chosen.json:
         print_json(found)
         return 0

@@ -388,6 +388,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "kvstore/core/manager.py": (
+        (
+            "manager -k O20_what_is_in",
+            "found = [each for each in found if each[1].slot not in retiring]",
+        ),
+        ("manager -k O20_what_is_in", "if entry.slot in retiring), limit)", "if False), limit)"),
         ("manager", "(above is None or above.state is not _READY):", "above is None and False:"),
         ("tiering manager -k O15_O20", ".grow((slot,), 2)", ".grow((slot,), 1)"),
         (

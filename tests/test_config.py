@@ -26,6 +26,7 @@ mode = "0600"
 capacity = "8GiB"
 extent = "256MiB"
 numa = 1
+policy = "lru"
 
 [engine]
 credit = "1GiB"
@@ -71,7 +72,7 @@ def test_a_full_file_is_read_into_bytes_and_nanoseconds(tmp_path: Path) -> None:
     found = config.load(tmp_path / "kvstore.toml")
     path = "/tmp/kv.sock"  # noqa: S108 - never opened
     assert found.server == config.ServerConfig(path, Address("::1", 0), (0, 1001), 0, 0o600)
-    assert found.cpu == config.CpuConfig(8 * GIB, 256 * MIB, 1)
+    assert found.cpu == config.CpuConfig(8 * GIB, 256 * MIB, 1, "lru")
     engine = found.engine
     assert (engine.credit_bytes, engine.leased_bytes) == (GIB, GIB)
     assert (engine.lease_ns, engine.defer_ns) == (60 * 10**9, 0)
@@ -90,7 +91,7 @@ def test_only_the_capacity_is_needed() -> None:
         config.ServerConfig(
             "/run/kvstore/kvstore.sock", Address("127.0.0.1", 9400), (), None, 0o600
         ),
-        config.CpuConfig(8 * GIB, GIB, None),
+        config.CpuConfig(8 * GIB, GIB, None, "segmented"),
         config.EngineConfig(
             512 * MIB,
             30 * 10**9,

@@ -21,7 +21,7 @@ MIB = 1 << 20
 def town_of(extents: int) -> tuple[Town, HeapPool, Engine]:
     """A store, and an engine that has filled its memory."""
     memory = HeapPool(extents=extents)
-    cpu = CpuConfig(memory.capacity_bytes, memory.extent_bytes, None)
+    cpu = CpuConfig(memory.capacity_bytes, memory.extent_bytes, None, "segmented")
     town = Town(msgspec.structs.replace(settings(), cpu=cpu), pool=memory)
     rich = town.attach("rich", identity="rich")
     fill(rich, 4 * extents)

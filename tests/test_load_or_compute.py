@@ -31,7 +31,7 @@ class Street:
     def __init__(self, **paces: int) -> None:
         """paces: ns that a tier reads a block in, by its name; the first is asked first."""
         made = [(name, partial(self._make, pace)) for name, pace in paces.items()]
-        self.town = Town(settings(promote="60s", leased="100%"), tiers=made)
+        self.town = Town(settings(policy="lru", promote="60s", leased="100%"), tiers=made)
         self.live: Engine = self.town.attach()
         self.tiers = {tier.name: cast("PacedTier", tier) for tier in self.town.tiers}
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.core import manager
 from kvstore.core.errors import InvariantBroken
 from kvstore.core.eviction import SKIPS_MAX
 from kvstore.core.index import Entry, State
@@ -462,6 +463,29 @@ def test_slots_are_retired_in_slices_and_none_is_left_behind() -> None:
     assert rig.manager.evictions["resize"] == 10_000
     assert all(rig.probe(each) is LookupResult.MISS for each in chains)
     assert (rig.manager.slots.total, len(rig.manager.slots.free)) == (0, 0)
+
+
+@pytest.mark.parametrize("rules", [(FULL,), (FULL, GroupRule(1))], ids=["full", "window"])
+def test_O20_what_is_in_slots_that_are_to_go_is_not_leased(
+    rules: Sequence[GroupRule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that comes now does not map them (seed 9047 of the simulation)."""
+    monkeypatch.setattr(manager, "_SWEEP_MAX", 0)  # what is there goes in the next calls
+    rig, blocks = Rig(16, rules), chain(4, groups=len(rules))
+    windows = [rig.put(blocks, group=group)[1] for group in range(1, len(rules))]
+    kept = rig.put(chain(2, groups=len(rules)))
+    assert len(kept) == 2
+    coming = rig.grant(2)
+    for index, slot in zip((2, 3), coming, strict=True):
+        assert rig.promote(blocks.key(0, index), blocks.key(0, index - 1), slot)
+    before = rig.lease(blocks)
+    assert list(before.groups[0].indices) == [0, 1, 2, 3]
+    rig.manager.retire_slots([coming[0], *windows])
+    lease = rig.lease(blocks)
+    assert list(lease.groups[0].indices) == [0, 1]
+    assert [list(hit.indices) for hit in lease.groups[1:]] == [[0]] * len(windows)
+    rig.manager.retire_slots(kept)
+    assert rig.manager.prepare_load(blocks, 4, 7, 100) is None
 
 
 def test_a_slot_to_be_retired_is_not_granted_when_its_block_is_evicted_first() -> None:

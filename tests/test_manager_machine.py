@@ -16,11 +16,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvstore.core.eviction import LeafLRU, Mark
+from kvstore.core.eviction import LRU, LeafLRU, Mark
 from kvstore.core.index import Entry, Node, State
 from kvstore.core.leases import Lease
 from kvstore.core.lookup import Answer, common_hit
 from kvstore.core.manager import Manager
+from kvstore.core.segmented import SEGMENTED, SegmentedLRU
 from kvstore.core.tenants import Share, TenantOrder
 from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult, Slot, StoreOutcome, tag_of
 from tests.harness.fakes import generations_of
@@ -53,11 +54,12 @@ class ManagerMachine(RuleBasedStateMachine):
 
     leases = Bundle("leases")
     pins = Bundle("pins")
+    policy = LRU
 
     def __init__(self) -> None:
         super().__init__()
         self.generations = generations_of(SLOTS_MAX)
-        self.manager = Manager(RULES, self.generations)
+        self.manager = Manager(RULES, self.generations, policy=self.policy)
         self.slots: set[Slot] = set()
         self.granted: dict[Slot, BlockKey | None] = {}  # None: nobody has said what is written
         self.content: dict[Slot, BlockKey] = {}
@@ -288,7 +290,11 @@ class ManagerMachine(RuleBasedStateMachine):
         policy = self.manager._policy
         orders: list[LeafLRU] = []
         if isinstance(policy, TenantOrder):
-            orders += [policy._rest, *policy._orders.values()]
+            orders += policy._orders.values()
+            policy = policy._rest
+        if isinstance(policy, SegmentedLRU):
+            self._check_kept(policy)
+            orders += policy._new, policy._kept
         else:
             orders.append(policy)
         listed = set()
@@ -305,6 +311,20 @@ class ManagerMachine(RuleBasedStateMachine):
             if entry.state is State.READY and not entry.pins and not entry.children:
                 assert id(entry) in listed
 
+    def _check_kept(self, order: SegmentedLRU) -> None:
+        """What is used is kept, with all above it; each counts those of its children that are."""
+        below: Counter[int] = Counter()
+        kept = [entry for entry in self.manager.index if entry.kept]
+        for entry in kept:
+            assert entry.state is State.READY
+            below[id(entry.parent)] += 1
+            above = entry.parent
+            if not self.manager.index.holes:
+                assert above is None or above.kept
+        if not self.manager.index.holes:
+            assert [entry.kept for entry in kept] == [1 + below[id(entry)] for entry in kept]
+        assert order.kept == len(kept)
+
     @invariant()
     def tenants_have_what_is_counted(self) -> None:
         if self.tenants:
@@ -315,3 +335,13 @@ class ManagerMachine(RuleBasedStateMachine):
 
 ManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestManager = pytest.mark.slow(ManagerMachine.TestCase)
+
+
+class SegmentedMachine(ManagerMachine):
+    """The same with the other policy."""
+
+    policy = SEGMENTED
+
+
+SegmentedMachine.TestCase.settings = ManagerMachine.TestCase.settings
+TestSegmented = pytest.mark.slow(SegmentedMachine.TestCase)

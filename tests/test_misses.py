@@ -62,7 +62,7 @@ def test_Q2_what_is_being_written() -> None:
 
 
 def test_Q2_what_was_not_stored() -> None:
-    town = Town()
+    town = Town(settings(policy="lru"))
     live = town.attach()
     chain = hashes(4)
     live.put(chain[:1])
@@ -137,7 +137,7 @@ def test_Q2_a_window_that_has_left_is_what_ends_a_hit() -> None:
 
 
 def test_Q3_ages_at_eviction_and_the_gap_to_the_next_lookup_are_measured() -> None:
-    town = Town(tiers=[("shelf", MemoryTier)])
+    town = Town(settings(policy="lru"), tiers=[("shelf", MemoryTier)])
     live = town.attach()
     numbers = town.store.numbers
     town.tick(1_000_000)

@@ -35,7 +35,7 @@ def settings(folder: Path, pinned: str = "100%", *, disk: bool = False, **more: 
             "extent": "16MiB",
             "durability": "10ms",
         }
-    cpu = {"capacity": "16MiB", "extent": "16MiB"}
+    cpu = {"capacity": "16MiB", "extent": "16MiB", "policy": "lru"}
     limits = {"pinned": pinned, "lease": "1s"}
     return store_settings(folder, **{"cpu": cpu, "engine": limits, **more})
 
@@ -162,7 +162,7 @@ def test_Q50_a_tenants_pins_are_within_its_quota_and_its_own(tmp_path: Path) -> 
 
 def test_Q50_extents_without_pinned_blocks_go_first() -> None:
     memory = HeapPool(extents=4)
-    cpu = CpuConfig(memory.capacity_bytes, memory.extent_bytes, None)
+    cpu = CpuConfig(memory.capacity_bytes, memory.extent_bytes, None, "segmented")
     held = msgspec.structs.replace(fakes.settings().engine, pinned_bytes=memory.capacity_bytes)
     town = Town(msgspec.structs.replace(fakes.settings(), cpu=cpu, engine=held), pool=memory)
     rich = town.attach("rich", identity="rich")

@@ -62,6 +62,7 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
         "capacity": (*NUMBERS, "1MiB", 0),
         "extent": (*NUMBERS, "3MiB", "1TiB", "Auto"),
         "numa": (-1, 2.5, "0", 1023, 5000, True),
+        "policy": ("LRU", "", 1, True, ["lru"]),
     },
     "engine": {
         "credit": (*NUMBERS, 0, "1TiB"),

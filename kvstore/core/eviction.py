@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from kvstore.core.index import Node, State
 from kvstore.core.types import BlockKey, Slot
 
+LRU = "lru"
 SKIPS_MAX = 1024
 """Blocks that one search for victims passes over: what limits its time."""
 _READY = State.READY
@@ -52,26 +53,62 @@ class LeafLRU:
         self._root = root  # root.next is the coldest, root.prev the hottest
         self._age = 0
 
+    # A list of blocks
+
+    @property
+    def coldest(self) -> Node | None:
+        """Return what is at the cold end; None if nothing is in the order."""
+        return None if self._root.next is self._root else self._root.next
+
+    def heat(self, entry: Node) -> None:
+        """Move a block to the hot end, wherever it is."""
+        self.remove(entry)
+        self._link_after(entry, self._root.prev)
+
+    def cool(self, entry: Node) -> None:
+        """Put a block that is in no order at the cold end."""
+        self._link_after(entry, self._root)
+
+    def passed(self, coldest: Node) -> None:
+        """Note what was at the cold end, and no block that can be evicted."""
+        if isinstance(coldest, Mark):
+            self._age = coldest.epoch
+
     def _link_after(self, entry: Node, at: Node | None) -> None:
         if at is not None and (follower := at.next) is not None:
             entry.prev, entry.next = at, follower
             at.next = follower.prev = entry
+
+    # What the manager reports
+
+    def stored(self, entry: Node, _now_s: int) -> None:
+        """A block can be read now."""
+        self.touch(entry)
+
+    def used(self, entry: Node) -> None:
+        """A request used a block, and so all above it."""
+        self.touch(entry)
+
+    def keep(self, entry: Node) -> None:
+        """A request used a block; others may have used what hangs below it since."""
+
+    def unpinned(self, entry: Node) -> None:
+        """A block's last pin is gone."""
+        self.touch(entry)
 
     def touch(self, entry: Node) -> None:
         """A block was stored or used: move it to the hot end, where it stands for its parent."""
         above = entry.parent
         if above is not None and above.next is not None:
             self.remove(above)
-        if entry.next is not None:
-            self.remove(entry)
-        self._link_after(entry, self._root.prev)
+        self.heat(entry)
 
     def freed(self, entry: Node | None) -> None:
         """A block lost its last child or pin: it re-enters at the cold end if it left the order.
 
         None: what has left had no parent.
         """
-        if entry is not None and entry.next is None and _evictable(entry):
+        if entry is not None and entry.next is None and evictable(entry):
             self._link_after(entry, self._root)
 
     def remove(self, entry: Node) -> None:
@@ -111,7 +148,7 @@ class LeafLRU:
         """Forget all blocks at once; the caller unlinks them from one another."""
         self._root.prev = self._root.next = self._root
 
-    def victims(self) -> Iterator[Node]:
+    def victims(self, *, wanted: bool = False) -> Iterator[Node]:  # noqa: ARG002 - all are wanted
         """Take the coldest evictable blocks out of the order; others at the cold end leave it.
 
         The caller takes each out of the index before it asks for the next, and after the last one
@@ -125,14 +162,14 @@ class LeafLRU:
                 return
             self.remove(coldest)
             above: Node | None = coldest
-            if not _evictable(coldest):
+            if not evictable(coldest):
                 skipped += 1
-                if isinstance(coldest, Mark):
-                    self._age = coldest.epoch
-            while above is not None and above.next is None and _evictable(above):
+                self.passed(coldest)
+            while above is not None and above.next is None and evictable(above):
                 yield above  # and its parent, which is a leaf by then, takes this place
                 above = above.parent
 
 
-def _evictable(entry: Node) -> bool:
+def evictable(entry: Node) -> bool:
+    """Tell whether a block can be evicted: nobody reads it, and nothing hangs below it."""
     return entry.pins == 0 and entry.children == 0 and entry.state is _READY

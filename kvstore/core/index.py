@@ -58,9 +58,12 @@ class Strand:
 
 
 class Node:
-    """A block's place in a forest, and in an order of eviction, to which prev and next belong."""
+    """A block's place in a forest, and in an order of eviction, to which prev and next belong.
 
-    __slots__ = ("children", "key", "next", "parent", "pins", "prev", "slot", "state")
+    kept: of an order in segments (segmented.py); without one it may be missing.
+    """
+
+    __slots__ = ("children", "kept", "key", "next", "parent", "pins", "prev", "slot", "state")
 
     def __init__(
         self, key: BlockKey, parent: Node | None, slot: Slot, state: State = _WRITING
@@ -70,7 +73,7 @@ class Node:
         self.parent = parent
         self.slot = slot
         self.state = state
-        self.children = self.pins = 0
+        self.children = self.pins = self.kept = 0
         self.prev: Node | None = None
         self.next: Node | None = None
 
@@ -89,7 +92,7 @@ class Entry(Node):
         self.parent = parent
         self.slot = slot
         self.state = state
-        self.children = self.pins = 0
+        self.children = self.pins = self.kept = 0
         self.prev = self.next = None
         self.strand: Strand | None = None
         if parent is not None:

@@ -32,11 +32,12 @@ from itertools import zip_longest
 from typing import cast
 
 from kvstore.core.errors import InvariantBroken, check
-from kvstore.core.eviction import LeafLRU
+from kvstore.core.eviction import LRU, LeafLRU
 from kvstore.core.ghosts import Ghosts
 from kvstore.core.index import Entry, Index, Node, Path, State
 from kvstore.core.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
 from kvstore.core.lookup import Answer, Below, common_hit
+from kvstore.core.segmented import SEGMENTED, SegmentedLRU
 from kvstore.core.slots import Slots
 from kvstore.core.tenants import Share, TenantOrder
 from kvstore.core.types import BlockKey, Chain, Changes, GroupRule, LeaseId, Slot, StoreOutcome
@@ -59,11 +60,13 @@ class Manager:
         generations: Generations,
         ghosts: Ghosts | None = None,
         aged: Callable[[int, int, int], object] = lambda *_: None,
+        policy: str = LRU,
     ) -> None:
         """generations: has a counter for every slot added; the caller sees to that.
 
         ghosts: of blocks that were evicted. aged(idle_s, age_s, count): blocks are evicted that
-        were last used and stored so long ago, as far as one of them tells.
+        were last used and stored so long ago, as far as one of them tells. policy: which block
+        leaves next.
         """
         self.rules = tuple(rules)
         self._one_full = [rule.trailing for rule in rules] == [None]
@@ -71,7 +74,6 @@ class Manager:
         self.leases = LeaseBook()
         self.evictions: Counter[str] = Counter()  # of blocks, by reason; may be emptied
         self.slots = Slots(generations)
-        self._policy: LeafLRU | TenantOrder = LeafLRU()
         self._tenants: TenantOrder | None = None  # the same, once there is a tenant
         self._sweep: Iterator[list[Entry]] = iter(())  # for blocks in slots to be retired
         self._cleared: list[Index] = []  # ready blocks that no lookup finds any more
@@ -80,19 +82,23 @@ class Manager:
         self.now_s = 0  # the caller's clock
         self.ghosts = Ghosts(memoryview(bytearray(1024))) if ghosts is None else ghosts
         self._aged = aged
+        self._policy: LeafLRU | SegmentedLRU | TenantOrder = LeafLRU()
+        if policy == SEGMENTED:
+            self._policy = SegmentedLRU(self.slots, self.ghosts)
 
     # Slots
 
-    def prepare_store(self, count: int) -> list[Slot]:
+    def prepare_store(self, count: int, *, wanted: bool = False) -> list[Slot]:
         """Grant up to `count` empty slots, evicting as needed; fewer if nothing can go.
 
         Also fewer when what can go was not found soon enough; then the next call finds more.
+        wanted: for blocks that a request uses, which may displace others that were used.
         """
         free = self.slots.free
         if len(free) < count and self._cleared:
             self.clear_some(count + CLEAR_MAX)
         if len(free) < count:
-            self._evict(self._policy.victims(), "capacity", count)
+            self._evict(self._policy.victims(wanted=wanted), "capacity", count)
         return self.slots.grant(count)
 
     def _evict(self, victims: Iterator[Node], reason: str, count: int) -> None:
@@ -280,7 +286,7 @@ class Manager:
             tenants.entered(entry.key)
         # A next one of its path stands for it, or will with its own last pin.
         if not entry.pins and (below is None or below.parent is not entry):
-            self._policy.touch(entry)
+            self._policy.stored(entry, self.now_s)
         self._changes.added.append(entry.key)
         if entry.slot in self.slots.retiring:
             self.drop(entry.key, "resize")
@@ -314,13 +320,15 @@ class Manager:
         others wherever a block of theirs is present in that range: which of these a request
         needs depends on what its engine has computed itself. Recency is refreshed now for the paths
         of the former, whose last block others may hang below, and with the last pin for leaves.
+        What is in slots that are to go is not pinned any more: engines that come now do not map
+        them.
         """
         limit = min(limit, chain.blocks)
         full = [group for group, rule in enumerate(self.rules) if rule.trailing is None]
         paths: dict[int, Path] = {}
         for group in full:
             paths[group] = self.index.run(chain, group, limit, coming=coming)
-            limit = min(limit, len(paths[group].entries))
+            limit = _before(self.slots.retiring, paths[group].entries, limit)
         if limit == 0:
             return None
         hits: list[GroupHit] = []
@@ -334,6 +342,8 @@ class Manager:
                 indices: Sequence[int] = range(len(present))
             else:
                 found = self.index.present(chain, group, limit, coming=coming)
+                if retiring := self.slots.retiring:
+                    found = [each for each in found if each[1].slot not in retiring]
                 indices = [index for index, _ in found]
                 present = [entry for _, entry in found]
             hits.append(hit_of(indices, present, self.slots.generations, ready=ready))
@@ -357,7 +367,7 @@ class Manager:
         return entry is not None
 
     def _touch(self, entry: Entry) -> None:
-        self._policy.touch(entry)
+        self._policy.used(entry)
         self.slots.used_s[entry.slot] = self.now_s
 
     def complete_load(self, lease_id: LeaseId, damaged: Collection[Slot] = ()) -> bool:
@@ -366,6 +376,8 @@ class Manager:
         if lease is None:
             return False
         for entry in lease.pinned:
+            if entry.state is _READY and self.index.holds(entry):  # else it was cleared
+                self._policy.keep(entry)
             if not entry.pins and (not entry.children or entry.state is _DROPPED):
                 self._unpinned(entry)
         if damaged:
@@ -380,7 +392,8 @@ class Manager:
         if entry.state is _DROPPED:
             self.slots.release(entry.slot)
         elif entry.state is _READY and not entry.children and self.index.holds(entry):
-            self._touch(entry)
+            self._policy.unpinned(entry)
+            self.slots.used_s[entry.slot] = self.now_s
 
     def expire(self, now_ns: int) -> list[LeaseId]:
         """End the leases that nobody completed in time, and name them."""
@@ -512,3 +525,12 @@ class Manager:
         """Return what became ready and what left since the last call."""
         changes, self._changes = self._changes, Changes()
         return changes
+
+
+def _before(retiring: Collection[Slot], entries: Sequence[Entry], limit: int) -> int:
+    """Count the first entries, up to a limit, that are not in slots to be retired."""
+    limit = min(limit, len(entries))
+    if not retiring:
+        return limit
+    some = entries[:limit]
+    return next((at for at, entry in enumerate(some) if entry.slot in retiring), limit)

@@ -21,6 +21,7 @@ import msgspec
 
 from kvstore.core.eviction import LeafLRU
 from kvstore.core.index import TABLE_SHIFT, TABLES, Node, State
+from kvstore.core.segmented import SegmentedLRU
 from kvstore.core.types import TAG_BYTES, BlockKey
 
 ADOPT_BLOCKS = 4096  # that one call looks at
@@ -43,6 +44,9 @@ class Share(msgspec.Struct, eq=False):
         return self.quota_bytes is not None and self.used_bytes > self.quota_bytes
 
 
+Rest = LeafLRU | SegmentedLRU  # an order of blocks in memory is the latter, if so configured
+
+
 class _Order(LeafLRU):
     """Blocks of one tenant in one namespace. looked: tables that were looked through."""
 
@@ -60,7 +64,7 @@ class _Order(LeafLRU):
 class TenantOrder:
     """What a LeafLRU is, for blocks of several tenants."""
 
-    def __init__(self, rest: LeafLRU, blocks: int, block_bytes: int) -> None:
+    def __init__(self, rest: Rest, blocks: int, block_bytes: int) -> None:
         """rest: of all there were until now. blocks: how many these are."""
         self._rest = rest
         self._block_bytes = block_bytes
@@ -101,7 +105,7 @@ class TenantOrder:
         """Tell whether all of these have orders."""
         return len(self._orders) >= len(tags) and all(tag in self._orders for tag in tags)
 
-    def _of(self, node: Node) -> LeafLRU:
+    def _of(self, node: Node) -> Rest:
         return self._orders.get(node.key[-TAG_BYTES:], self._rest)
 
     # Blocks that can be read, and those that cannot any more
@@ -127,14 +131,34 @@ class TenantOrder:
 
     # As a LeafLRU
 
+    def stored(self, entry: Node, now_s: int) -> None:
+        """A block can be read now."""
+        self._pass()
+        self._of(entry).stored(entry, now_s)
+
+    def used(self, entry: Node) -> None:
+        """A request used a block."""
+        self._pass()
+        self._of(entry).used(entry)
+
+    def keep(self, entry: Node) -> None:
+        """A request used a block; others may have used what hangs below it since."""
+        self._of(entry).keep(entry)
+
+    def unpinned(self, entry: Node) -> None:
+        """A block's last pin is gone."""
+        self._of(entry).unpinned(entry)
+
     def touch(self, entry: Node) -> None:
-        """A block was stored or used."""
+        """A block on disk was stored or used."""
+        self.used(entry)
+
+    def _pass(self) -> None:
         self._touched += 1
         if self._touched * MARKS >= self._blocks:
             self._touched, self._epoch = 0, self._epoch + 1
             for order in (self._rest, *self._orders.values()):
                 order.mark(self._epoch)
-        self._of(entry).touch(entry)
 
     def freed(self, entry: Node | None) -> None:
         """A block lost its last child or pin."""
@@ -158,7 +182,7 @@ class TenantOrder:
             order.share.used_bytes -= order.blocks * self._block_bytes
             order.blocks, order.looked = 0, TABLES
 
-    def victims(self) -> Iterator[Node]:
+    def victims(self, *, wanted: bool = False) -> Iterator[Node]:
         """Take the coldest blocks out, of whom has more than its floor; as LeafLRU does.
 
         The caller counts each as left before it asks for the next.
@@ -169,10 +193,10 @@ class TenantOrder:
             orders = [order for order in orders if self._may_lose(order)]
             if not orders:
                 return
-            coldest = min(orders, key=LeafLRU.age)
+            coldest = min(orders, key=lambda order: order.age())
             others = min((o.age() for o in orders if o is not coldest), default=None)
             last: Node | None = None
-            for last in coldest.victims():
+            for last in coldest.victims(wanted=wanted):
                 yield last
                 if not self._may_lose(coldest):
                     break
@@ -197,7 +221,7 @@ class TenantOrder:
                 if not order.share.is_over:
                     return
 
-    def _may_lose(self, order: LeafLRU) -> bool:
+    def _may_lose(self, order: Rest) -> bool:
         if not isinstance(order, _Order):
             return True
         return order.share.used_bytes - self._block_bytes >= order.share.floor_bytes

@@ -347,7 +347,7 @@ class Tiering:
         off_disk: bool,
     ) -> None:
         """Read blocks into slots; the first job is under way before the next one is made."""
-        slots = self._manager.prepare_store(len(keys))
+        slots = self._manager.prepare_store(len(keys), wanted=True)
         for first in range(0, len(slots), self.load_blocks):
             piece = slice(first, min(first + self.load_blocks, len(slots)))
             began = self._manager.begin_promotions(keys[piece], parents[piece], slots[piece])

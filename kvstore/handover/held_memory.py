@@ -43,7 +43,7 @@ class HeldMemory:
     def stage(self, job: Job, tier: Tier, positions: Sequence[int]) -> None:
         """Read blocks of a lower tier into slots of their own; those without one wait."""
         source = job.source
-        slots = source.manager.prepare_store(len(positions))
+        slots = source.manager.prepare_store(len(positions), wanted=True)
         job.awaited.extendleft(reversed(positions[len(slots) :]))
         staged = positions[: len(slots)]
         for run in runs_of(staged):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvstore.barrier import Ended
+from kvstore.core.eviction import LRU
 from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
 from kvstore.core.hit_curve import HitCurve
 from kvstore.core.layout import SlotLayout
@@ -25,7 +26,7 @@ from tiers.cpu import CpuExtent
 if TYPE_CHECKING:
     from kvstore.store.session import Session
 
-GHOSTS_MIN, GHOSTS_MAX = 1 << 12, 1 << 21  # entries: 32 KiB to 16 MiB, taken as they are written
+GHOSTS_MIN, GHOSTS_MAX = 1 << 12, 1 << 22  # entries: 32 KiB to 32 MiB, taken as they are written
 
 
 def _ghosts(entries: int) -> Ghosts:
@@ -61,18 +62,20 @@ class Namespace:
         layout: SlotLayout,
         numbers: Numbers,
         make_tiering: Callable[[Namespace], Tiering],
-        capacity_bytes: int = 0,
+        remembered_bytes: int = 0,
+        policy: str = LRU,
     ) -> None:
         """numbers: of the store, which go on when this one is forgotten.
 
-        capacity_bytes: of memory and disk; twice as many evicted blocks as fit in are remembered.
+        remembered_bytes: how many evicted blocks are remembered, and when. policy: which of those
+        in memory leaves next.
         """
         self.layout = layout
         self._numbers = numbers
         self.label = numbers.open_namespace(layout.digest)
         self.generations = Generations()
-        evicted = _ghosts(2 * capacity_bytes // layout.slot_bytes)
-        self.manager = Manager(layout.rules, self.generations, evicted, self._aged)
+        evicted = _ghosts(remembered_bytes // layout.slot_bytes)
+        self.manager = Manager(layout.rules, self.generations, evicted, self._aged, policy)
         self.unstored = _ghosts(0)  # blocks that were offered, and not stored
         self.curve = HitCurve()
         self.hash_bytes = 0  # of a block's hash, once an engine has asked for one

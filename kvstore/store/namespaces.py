@@ -11,6 +11,7 @@ from kvstore.barrier import Barrier, Ended
 from kvstore.config import Config
 from kvstore.core.errors import ConfigError
 from kvstore.core.layout import SlotLayout
+from kvstore.core.segmented import GHOSTS
 from kvstore.core.tier import SlotMemory, Tier
 from kvstore.core.tiering import Tiering
 from kvstore.core.write_budget import WriteBudget
@@ -88,8 +89,12 @@ class Namespaces(dict[str, Namespace]):
         if layout.digest in self._broken:
             raise ConfigError("a bug of the store: restart it to have this model served again")
         if layout.digest not in self:
-            space = self._config.cpu.capacity_bytes + (0 if disk is None else disk.capacity_bytes)
-            made = Namespace(layout, self._numbers, self._tiering, space)
+            cpu = self._config.cpu
+            space = cpu.capacity_bytes + (0 if disk is None else disk.capacity_bytes)
+            remembered = max(2 * space, GHOSTS * cpu.capacity_bytes)
+            made = Namespace(
+                layout, self._numbers, self._tiering, remembered, self._config.cpu.policy
+            )
             self[layout.digest] = made
             made.around_tiers = self._around_tiers(made)
         return self[layout.digest]

@@ -62,8 +62,10 @@ def geometry(
     return RankGeometry(identity, 16, (1,) * len(groups), groups, {"model": identity}, unnamed)
 
 
-def settings(**engine: object) -> Config:
-    return parse({"cpu": {"capacity": "64MiB"}, "engine": engine, "server": {"metrics": ""}})
+def settings(*, policy: object = "segmented", **engine: object) -> Config:
+    """policy: of memory; all else is of [engine]."""
+    cpu = {"capacity": "64MiB", "policy": policy}
+    return parse({"cpu": cpu, "engine": engine, "server": {"metrics": ""}})
 
 
 def generations_of(slots: int) -> Generations:

@@ -278,7 +278,8 @@ def _leading(namespace: Namespace, ask: Ask, states: tuple[State, ...]) -> int:
             continue
         for index in range(least):
             entry = manager.index.get(chain_.key(group, index))
-            if entry is None or entry.state not in states:
+            retiring = manager.slots.retiring
+            if entry is None or entry.state not in states or entry.slot in retiring:
                 least = index
                 break
     return least

@@ -21,7 +21,9 @@ import msgspec
 
 from connectors.compute_pace import ComputePace
 from kvstore.config import Config, CpuConfig, EngineConfig, ServerConfig, TierConfig
+from kvstore.core.eviction import LRU
 from kvstore.core.index import State
+from kvstore.core.segmented import SEGMENTED
 from kvstore.core.tier import SlotMemory, Tier, TierContext
 from kvstore.core.types import BlockKey
 from kvstore.store import drain
@@ -162,7 +164,8 @@ class World:
             ),
         )
         server = ServerConfig("", None, (), None, 0o600)
-        cpu = CpuConfig(self._memory_bytes, 1, None)
+        policy = LRU if self.seed // 40 % 2 else SEGMENTED
+        cpu = CpuConfig(self._memory_bytes, 1, None, policy)
         return Config(server, cpu, engine, None, tiers if self.tiered else ())
 
     # The store and its tiers

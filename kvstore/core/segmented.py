@@ -1,0 +1,182 @@
+"""Which block leaves memory next: a segmented LRU of two orders, one for what was used again.
+
+A block that is stored is *new*, and the next to leave is the coldest new one. A block that a
+request uses is *kept*, with all above it. Kept blocks are up to KEPT_SHARE of memory; beyond it the
+coldest one is new again, as if it was just stored. So what is stored and never used passes through
+the rest of memory, and displaces nothing that is used, however much it is.
+
+A block that comes back is kept at once, if it left not too long ago: within RETURN_AGES times the
+age of the coldest kept block. One that takes longer to come back would leave again before its next
+use. (The second list is 2Q's, Johnson and Shasha, VLDB 1994; the comparison of ages that of LIRS,
+Jiang and Zhang, SIGMETRICS 2002.)
+
+Both orders hold the ends of paths only, as LeafLRU does. A kept block's parent is kept, too, and
+counts those below it that are; so a use walks up to the first block that is kept already, and each
+block is passed once for each time that it is new. A kept block without kept children is in the
+order of kept blocks; a new one that can be evicted is in that of new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvstore.core.eviction import SKIPS_MAX, LeafLRU, evictable
+from kvstore.core.ghosts import Ghosts
+from kvstore.core.index import Node, State
+from kvstore.core.slots import Slots
+
+SEGMENTED = "segmented"
+KEPT_SHARE = 0.85
+"""Of the slots that are not on credit."""
+RETURN_AGES = 2
+GHOSTS = 4
+"""Entries for each block in the table of those that have left: it finds half as many."""
+_FULL = 0.95  # of these: before, what comes back displaces nothing
+_READY = State.READY
+
+
+class SegmentedLRU:
+    """What a LeafLRU is, for blocks in memory; all operations O(1) amortised."""
+
+    def __init__(self, slots: Slots, ghosts: Ghosts) -> None:
+        """slots: where the blocks are. ghosts: which blocks have left, and when."""
+        self._slots, self._ghosts = slots, ghosts
+        self._new, self._kept = LeafLRU(), LeafLRU()
+        self.kept = 0  # blocks
+
+    def stored(self, entry: Node, now_s: int) -> None:
+        """A block can be read now."""
+        if self._returns(entry, now_s):
+            self.used(entry)
+            return
+        above = entry.parent
+        if above is not None and above.next is not None and not above.kept:
+            self._new.remove(above)
+        self._new.heat(entry)
+
+    def _returns(self, entry: Node, now_s: int) -> bool:
+        left_s = self._ghosts.left_s(entry.key)
+        if left_s is None:
+            return False
+        coldest = self._kept.coldest
+        if coldest is None or self.kept < _FULL * self._most:
+            return True
+        slots = self._slots
+        used_s = max(slots.used_s[coldest.slot], slots.stored_s[coldest.slot])
+        return now_s - left_s <= RETURN_AGES * (now_s - used_s)
+
+    @property
+    def _most(self) -> float:
+        return KEPT_SHARE * (self._slots.total - len(self._slots.granted))
+
+    def used(self, entry: Node) -> None:
+        """A request used a block, and so all above it: they are kept, and it is the hottest."""
+        self.keep(entry)
+        above = entry.parent
+        if above is not None and above.next is not None:
+            self._kept.remove(above)
+        self._kept.heat(entry)
+        self._shrink()
+
+    def keep(self, entry: Node) -> None:
+        """A request used a block; others may have used what hangs below it since."""
+        at: Node | None = entry
+        below = 0
+        while at is not None and not at.kept:
+            at.kept = 1 + below
+            self.kept += 1
+            self._new.remove(at)
+            at, below = at.parent, 1
+        if at is not None and below:
+            at.kept += 1
+            self._kept.remove(at)
+        if entry.kept == 1 and entry.next is None and not entry.pins:
+            self._kept.heat(entry)
+
+    def unpinned(self, entry: Node) -> None:
+        """Its last pin is gone, which says nothing of its use."""
+        (self._kept if entry.kept else self._new).heat(entry)
+
+    def freed(self, entry: Node | None) -> None:
+        """A block lost its last child or pin: it re-enters at the cold end if it left the order."""
+        if entry is None or entry.next is not None:
+            return
+        if entry.kept:
+            self._end(entry)
+        elif evictable(entry):
+            self._new.cool(entry)
+
+    def remove(self, entry: Node) -> None:
+        """Leave the order, if in one: the block is pinned."""
+        self._new.remove(entry)
+
+    def inherit(self, entry: Node) -> None:
+        """A block leaves for another reason than eviction; its parent stays."""
+        if entry.kept:
+            self._kept.remove(entry)
+            self._unkeep(entry)
+        else:
+            self._new.inherit(entry)
+
+    def mark(self, epoch: int) -> None:
+        """Note a time, after those that were noted before."""
+        self._new.mark(epoch)
+
+    def age(self) -> int:
+        """Return the last noted time before the coldest new block was stored; 0: none."""
+        return self._new.age()
+
+    def clear(self) -> None:
+        """Forget all blocks at once."""
+        self._new.clear()
+        self._kept.clear()
+        self.kept = 0
+
+    def _shrink(self) -> None:
+        """Have the coldest kept blocks be new until the others are few enough."""
+        most = self._most
+        while self.kept > most and (entry := self._pop()) is not None:
+            if evictable(entry):
+                self._new.heat(entry)
+
+    def _pop(self) -> Node | None:
+        """Take the coldest kept block out, which is new then."""
+        while (coldest := self._kept.coldest) is not None:
+            self._kept.remove(coldest)
+            if coldest.kept == 1:  # else another below it is kept
+                self._unkeep(coldest)
+                return coldest
+        return None
+
+    def _unkeep(self, entry: Node) -> None:
+        entry.kept = 0
+        self.kept -= 1
+        above = entry.parent
+        if above is not None and above.kept > 1:
+            above.kept -= 1
+            self._end(above)
+
+    def _end(self, entry: Node) -> None:
+        """A kept block may be the last one of its path now."""
+        if entry.kept == 1 and entry.next is None and entry.state is _READY and not entry.pins:
+            self._kept.cool(entry)
+
+    def victims(self, *, wanted: bool = False) -> Iterator[Node]:
+        """Take the coldest new blocks out of the order, and, for what is wanted, then kept ones.
+
+        As LeafLRU does: the caller takes each out of the index before it asks for the next.
+        """
+        self._shrink()
+        skipped = 0
+        while skipped < SKIPS_MAX and (coldest := self._new.coldest) is not None:
+            self._new.remove(coldest)
+            above: Node | None = coldest
+            if not evictable(coldest):
+                skipped += 1
+                self._new.passed(coldest)
+            while above is not None and above.next is None and evictable(above) and not above.kept:
+                yield above
+                above = above.parent
+        while wanted and (entry := self._pop()) is not None:
+            if evictable(entry):
+                yield entry

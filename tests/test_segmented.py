@@ -1,0 +1,192 @@
+"""Which block leaves memory next where what was used again is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvstore.core.ghosts import Ghosts
+from kvstore.core.manager import Manager
+from kvstore.core.segmented import KEPT_SHARE, RETURN_AGES, SEGMENTED, SegmentedLRU
+from kvstore.core.types import BlockKey, Chain, GroupRule, Slot
+from tests.harness.fakes import generations_of, hashes
+
+SLOTS = 100
+KEPT = int(KEPT_SHARE * SLOTS)
+
+
+class Rig:
+    """A manager that keeps what is used."""
+
+    def __init__(self, slots: int = SLOTS) -> None:
+        ghosts = Ghosts(memoryview(bytearray(1 << 16)))
+        self.manager = Manager((GroupRule(),), generations_of(slots), ghosts, policy=SEGMENTED)
+        self.manager.slots.add([Slot(number) for number in range(slots)])
+        assert isinstance(self.manager._policy, SegmentedLRU)
+        self.policy = self.manager._policy
+
+    def put(self, name: str, count: int = 1, first: int = 0, *, wanted: bool = False) -> int:
+        """Store blocks of a chain, one after the other; count those that found a slot."""
+        keys = self.keys(name, count)
+        for at in range(first, count):
+            slots = self.manager.prepare_store(1, wanted=wanted)
+            if not slots:
+                return at
+            self.manager.begin_store(keys[at], keys[at - 1] if at else None, slots[0])
+            self.manager.complete_store(slots[0], ok=True)
+        return count
+
+    def use(self, name: str, count: int = 1) -> int:
+        """Load what is here of a chain; count the blocks."""
+        chain = Chain(b"".join(hashes(count, name)), 32, 1)
+        lease = self.manager.prepare_load(chain, count, 1, 10**18)
+        if lease is None:
+            return 0
+        self.manager.complete_load(lease.lease_id)
+        return len(lease.entries)
+
+    def here(self, name: str, count: int = 1) -> list[int]:
+        keys = self.keys(name, count)
+        return [at for at, key in enumerate(keys) if self.manager.ready(key) is not None]
+
+    @staticmethod
+    def keys(name: str, count: int) -> Sequence[BlockKey]:
+        return Chain(b"".join(hashes(count, name)), 32, 1).keys(0, count)
+
+
+def test_Q64_what_is_used_once_more_outlives_what_is_not() -> None:
+    rig = Rig()
+    rig.put("used")
+    assert rig.use("used") == 1
+    for number in range(10 * SLOTS):
+        rig.put(f"once {number}")
+    assert rig.here("used") == [0]
+    assert rig.here(f"once {10 * SLOTS - 1}") == [0], "there is always room for what is new"
+
+
+def test_Q64_a_long_prompt_that_is_new_displaces_nothing_that_was_used() -> None:
+    rig = Rig()
+    for number in range(KEPT):
+        rig.put(f"used {number}")
+        rig.use(f"used {number}")
+    rig.put("long", 2 * SLOTS)
+    assert 0 < len(rig.here("long", 2 * SLOTS)) <= SLOTS - KEPT
+    assert all(rig.here(f"used {number}") for number in range(KEPT))
+
+
+def test_Q64_beyond_its_share_what_was_used_longest_ago_is_new_again() -> None:
+    rig = Rig()
+    for number in range(SLOTS):
+        rig.put(f"used {number}")
+        rig.use(f"used {number}")
+    assert rig.policy.kept == KEPT
+    for number in range(SLOTS):
+        rig.put(f"once {number}")
+    gone = [number for number in range(SLOTS) if not rig.here(f"used {number}")]
+    assert gone == list(range(SLOTS - KEPT)), "the coldest"
+
+
+def test_Q64_what_comes_back_soon_is_kept_at_once() -> None:
+    rig = Rig()
+    rig.put("back")
+    for number in range(2 * SLOTS):
+        rig.put(f"once {number}")
+    assert not rig.here("back")
+    rig.put("back")
+    assert rig.policy.kept == 1
+    for number in range(2 * SLOTS):
+        rig.put(f"other {number}")
+    assert rig.here("back")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_Q64_what_takes_longer_to_come_back_than_others_stay_is_not_kept(late: bool) -> None:
+    rig = Rig()
+    rig.put("back")
+    for number in range(2 * SLOTS):
+        rig.put(f"once {number}")
+    assert not rig.here("back")
+    rig.manager.now_s = 1000 if late else 0
+    for number in range(KEPT):
+        rig.put(f"used {number}")
+        rig.use(f"used {number}")
+    rig.manager.now_s = 1010  # the coldest of these was used 10 s ago, or 1,010
+    assert RETURN_AGES * 10 < 1010 < RETURN_AGES * 1010
+    before = rig.policy.kept
+    rig.put("back")
+    entry = rig.manager.ready(rig.keys("back", 1)[0])
+    assert entry is not None
+    assert bool(entry.kept) is not late
+    assert rig.policy.kept <= before
+
+
+def test_Q64_a_prefix_that_many_share_is_kept_as_long_as_one_of_them_is() -> None:
+    rig = Rig()
+    shared = hashes(2, "shared")
+    manager = rig.manager
+
+    def turn(number: int, *, use: bool) -> None:
+        chain = Chain(b"".join([*shared, *hashes(1, f"own {number}")]), 32, 1)
+        keys = chain.keys(0, 3)
+        for at in range(3):
+            if manager.ready(keys[at]) is None:
+                (slot,) = manager.prepare_store(1)
+                manager.begin_store(keys[at], keys[at - 1] if at else None, slot)
+                manager.complete_store(slot, ok=True)
+        if use:
+            lease = manager.prepare_load(chain, 3, 1, 10**18)
+            assert lease is not None
+            manager.complete_load(lease.lease_id)
+
+    turn(0, use=True)
+    turn(1, use=True)
+    for number in range(KEPT - 4):
+        rig.put(f"used {number}")
+        rig.use(f"used {number}")
+    assert rig.policy.kept == KEPT
+    rig.put("next")
+    rig.use("next")  # the end of the first conversation is new again, and what is above is not
+    kept = {entry.key: entry.kept for entry in manager.index if entry.kept}
+    keys = Chain(b"".join([*shared, *hashes(1, "own 1")]), 32, 1).keys(0, 3)
+    assert [kept.get(key) for key in keys] == [2, 2, 1]
+
+
+def test_Q64_what_a_request_reads_from_a_disk_may_displace_what_is_kept() -> None:
+    rig = Rig()
+    for number in range(KEPT):
+        rig.put(f"used {number}")
+        rig.use(f"used {number}")
+    held = rig.manager.prepare_store(SLOTS)  # all that is not kept is on credit
+    assert len(held) == SLOTS - KEPT
+    assert rig.manager.prepare_store(1) != [] or rig.policy.kept <= KEPT_SHARE * KEPT
+    assert len(rig.manager.prepare_store(SLOTS, wanted=True)) > KEPT // 2
+
+
+def test_Q64_a_copy_to_a_lower_tier_is_no_use() -> None:
+    rig = Rig()
+    rig.put("copied", 3)
+    entries = rig.manager.pin_run(rig.keys("copied", 3))
+    rig.manager.unpin(entries)
+    assert rig.policy.kept == 0
+    for number in range(SLOTS):
+        rig.put(f"once {number}")
+    assert not rig.here("copied", 3)
+
+
+def test_Q64_a_lease_that_ends_after_a_clear_keeps_nothing() -> None:
+    rig = Rig()
+    rig.put("cleared", 4)
+    chain = Chain(b"".join(hashes(4, "cleared")), 32, 1)
+    lease = rig.manager.prepare_load(chain, 4, 1, 10**18)
+    assert lease is not None
+    rig.manager.clear()
+    rig.put("new", 3)
+    rig.manager.complete_load(lease.lease_id)
+    rig.manager.clear_some()
+    assert rig.policy.kept == 0
+    assert rig.use("new", 3) == 3
+    assert rig.policy.kept == 3
+    for number in range(3 * SLOTS):
+        rig.put(f"once {number}")
+    assert rig.here("new", 3) == [0, 1, 2]
