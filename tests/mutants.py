@@ -392,6 +392,17 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "manager -k O20_what_is_in",
             "found = [each for each in found if each[1].slot not in retiring]",
         ),
+        (
+            "segmented -k Q64_a_lease",
+            " and self.index.holds(entry):  # else it was",
+            ":  # else it was",
+        ),
+        ("segmented -k Q64_what_a_request", "victims(wanted=wanted)", "victims()"),
+        (
+            "segmented -k Q64_a_copy",
+            "self._policy.unpinned(entry)\n            self.slots",
+            "self._policy.used(entry)\n            self.slots",
+        ),
         ("manager -k O20_what_is_in", "if entry.slot in retiring), limit)", "if False), limit)"),
         ("manager", "(above is None or above.state is not _READY):", "above is None and False:"),
         ("tiering manager -k O15_O20", ".grow((slot,), 2)", ".grow((slot,), 1)"),

@@ -286,6 +286,17 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("load_or_compute -k O21_a_slow", "now_ns >= namespace.measure_ns and ", ""),
         ("load_or_compute -k O21_a_hit_with_many", "LOOKS_MAX // (1 + len(below))", "LOOKS_MAX"),
     ),
+    "kvstore/core/segmented.py": (
+        ("segmented -k Q64_what_comes_back", "if self._returns(entry, now_s):", "if False:"),
+        (
+            "segmented -k Q64_what_takes_longer",
+            "return now_s - left_s <= RETURN_AGES * (now_s - used_s)",
+            "return True",
+        ),
+        ("segmented -k Q64_a_prefix", "if coldest.kept == 1:  #", "if True:  #"),
+        ("segmented -k Q64_beyond", "while self.kept > most and", "while False and"),
+        ("segmented -k Q64_what_a_request", "while wanted and (entry", "while (entry"),
+    ),
     "kvstore/core/pace.py": (
         ("load_or_compute -k O21_a_queue", "self._reading[tier] + blocks) *", "blocks) *"),
         ("load_or_compute -k O21_a_slow", "self._reading[tier] -= blocks"),

@@ -118,6 +118,10 @@ class LeafLRU:
             before.next, after.prev = after, before
             entry.prev = entry.next = None
 
+    def give(self, entry: Node) -> None:
+        """Another order has the block from now on."""
+        self.remove(entry)
+
     def inherit(self, entry: Node) -> None:
         """Leave the order for another reason than eviction; the parent stays in memory.
 

@@ -82,12 +82,12 @@ class SegmentedLRU:
         """A request used a block; others may have used what hangs below it since."""
         at: Node | None = entry
         below = 0
-        while at is not None and not at.kept:
+        while at is not None and not at.kept and at.state is _READY:
             at.kept = 1 + below
             self.kept += 1
             self._new.remove(at)
             at, below = at.parent, 1
-        if at is not None and below:
+        if at is not None and at.kept and below:
             at.kept += 1
             self._kept.remove(at)
         if entry.kept == 1 and entry.next is None and not entry.pins:
@@ -110,11 +110,16 @@ class SegmentedLRU:
         """Leave the order, if in one: the block is pinned."""
         self._new.remove(entry)
 
+    def give(self, entry: Node) -> None:
+        """Another order has the block from now on."""
+        self._new.remove(entry)
+        if entry.kept:
+            self._unkeep(entry)
+
     def inherit(self, entry: Node) -> None:
         """A block leaves for another reason than eviction; its parent stays."""
         if entry.kept:
-            self._kept.remove(entry)
-            self._unkeep(entry)
+            self.give(entry)
         else:
             self._new.inherit(entry)
 

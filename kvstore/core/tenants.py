@@ -96,8 +96,9 @@ class TenantOrder:
                 for node in nodes:
                     if node.key.endswith(tag) and node.state is _READY:
                         self._count(order, 1)
-                        if node.next is not None:
-                            self._rest.remove(node)
+                        listed = node.next is not None
+                        self._rest.give(node)
+                        if listed:
                             order.freed(node)
                 left -= len(nodes) + 1
 
@@ -106,7 +107,12 @@ class TenantOrder:
         return len(self._orders) >= len(tags) and all(tag in self._orders for tag in tags)
 
     def _of(self, node: Node) -> Rest:
-        return self._orders.get(node.key[-TAG_BYTES:], self._rest)
+        found = self._orders.get(node.key[-TAG_BYTES:])
+        if found is None:
+            return self._rest
+        if isinstance(self._rest, SegmentedLRU) and node.kept:  # it was used before adopt()
+            self._rest.give(node)
+        return found
 
     # Blocks that can be read, and those that cannot any more
 
