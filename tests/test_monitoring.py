@@ -104,7 +104,8 @@ class Site:
     def _store(self, name: str, **sections: Any) -> LiveStore:  # noqa: ANN401 - of settings
         self._ports[name] = port = free_port()
         server = {"socket": f"{self._folder / name}/kv.sock", "metrics": f"127.0.0.1:{port}"}
-        settings = store_settings(self._folder / name, server=server, **sections)
+        plain = {"capacity": "16MiB", "policy": "lru"}  # what was used leaves, too
+        settings = store_settings(self._folder / name, server=server, **{"cpu": plain, **sections})
         return self._ends.enter_context(LiveStore(settings))
 
     def _work(self) -> None:

@@ -48,7 +48,8 @@ def test_M1_M3_Q6_every_query_in_the_docs_returns_data(tmp_path: Path) -> None:
     port = free_port()
     server = {"socket": f"{tmp_path}/kv.sock", "metrics": f"127.0.0.1:{port}"}
     nvme = {"path": f"{tmp_path}/kv", "capacity": "256MiB", "write_budget": "10TiB"}
-    settings = config.parse({"cpu": {"capacity": "16MiB"}, "nvme": nvme, "server": server})
+    cpu = {"capacity": "16MiB", "policy": "lru"}  # what was used leaves, too
+    settings = config.parse({"cpu": cpu, "nvme": nvme, "server": server})
     with LiveStore(settings) as store, prometheus(tmp_path, [port]) as watch:
         with engine(store, page_bytes=PAGE, model="qwen") as live:
             live.put(hashes(4, "first"))

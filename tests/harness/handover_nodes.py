@@ -43,7 +43,7 @@ class Node:
         self.store = StoreProcess(
             folder,
             CAPACITY,
-            f'extent = "{CAPACITY}"\n'
+            f'extent = "{CAPACITY}"\npolicy = "lru"\n'
             f'[engine]\npromote = "{PROMOTE_S}s"\nleased = "100%"\n'
             f'[peer]\nlisten = "{self.address}"\nlanding = "{LANDING}"\n{settings}',
             module="tests.harness.serve_brief",
