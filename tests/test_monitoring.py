@@ -40,7 +40,10 @@ PAGE = "docs/operate/monitoring.md"
 RANGES = {"5m": "10s", "10m": "60s", "30m": "4s", "1h": "60s", "1d": "10m"}
 VARIABLES = {"$__rate_interval": "60s", "$instance": ".*", "$namespace": ".*"}
 BUDGET = 'write_budget = "1TiB"'
-DISK = '[nvme]\npath = "{}"\ncapacity = "256MiB"\nextent = "4MiB"\ndurability = "10ms"\n' + BUDGET
+DISK = (
+    'policy = "lru"\n'  # of memory: what was used leaves, too
+    '[nvme]\npath = "{}"\ncapacity = "256MiB"\nextent = "4MiB"\ndurability = "10ms"\n' + BUDGET
+)
 LATE = ("KvstoreQueueOld", "slow")  # fires 20 s after its cause: waited for before that store ends
 # Their ranges are so short here that a machine under load may not scrape twice within one.
 AGAIN = {("KvstoreMemoryShort", "plain"), ("KvstoreHitRateCollapsed", "peer")}
@@ -104,8 +107,7 @@ class Site:
     def _store(self, name: str, **sections: Any) -> LiveStore:  # noqa: ANN401 - of settings
         self._ports[name] = port = free_port()
         server = {"socket": f"{self._folder / name}/kv.sock", "metrics": f"127.0.0.1:{port}"}
-        plain = {"capacity": "16MiB", "policy": "lru"}  # what was used leaves, too
-        settings = store_settings(self._folder / name, server=server, **{"cpu": plain, **sections})
+        settings = store_settings(self._folder / name, server=server, **sections)
         return self._ends.enter_context(LiveStore(settings))
 
     def _work(self) -> None:
