@@ -59,6 +59,19 @@ def test_Q60_lru_and_the_bound_are_those_that_were_published(name: str) -> None:
         assert found.written_blocks_per_lookup == 0
 
 
+def test_Q64_what_is_kept_hits_more_the_same_each_time() -> None:
+    """Replay is exact: whatever changes the policy shows here."""
+    expected = {
+        "synth": {"2%": 0.0783, "5%": 0.1610, "20%": 0.4223},
+        "conv_a": {"2%": 0.0981, "5%": 0.1493, "20%": 0.2699},
+    }
+    for name, ratios in expected.items():
+        trace = trace_of(name)
+        for size, ratio in ratios.items():
+            found = replay(trace, blocks_of(size, trace.unique, None), policy="segmented")
+            assert found.block_hit_ratio == pytest.approx(ratio, abs=0.0001), (name, size)
+
+
 def test_Q60_a_disk_serves_what_memory_lacks_and_is_written_what_it_lacks() -> None:
     trace = trace_of("synth")
     memory, disk = (blocks_of(size, trace.unique, None) for size in ("5%", "20%"))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from xxhash import xxh3_64_intdigest
+
 from kvstore.core.types import BlockKey
 
 ROW = 2
@@ -34,7 +36,7 @@ class Ghosts:
         self._empty = False
         table, mask, time = self._table, self._mask, now_s + 1 << 32
         for key in keys:
-            hashed = hash(key)
+            hashed = xxh3_64_intdigest(key)
             at = hashed & mask
             table[at + 1] = table[at]
             table[at] = time | hashed >> 32 & _LOW
@@ -43,7 +45,7 @@ class Ghosts:
         """Return when a key was last added; None if that is not known, or any more."""
         if self._empty:
             return None
-        hashed = hash(key)
+        hashed = xxh3_64_intdigest(key)
         at, tag = hashed & self._mask, hashed >> 32 & _LOW
         for entry in (self._table[at], self._table[at + 1]):
             if entry and entry & _LOW == tag:

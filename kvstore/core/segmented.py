@@ -26,9 +26,9 @@ from kvstore.core.index import Node, State
 from kvstore.core.slots import Slots
 
 SEGMENTED = "segmented"
-KEPT_SHARE = 0.85
+KEPT_SHARE = 0.8
 """Of the slots that are not on credit."""
-RETURN_AGES = 2
+RETURN_AGES = 4
 GHOSTS = 4
 """Entries for each block in the table of those that have left: it finds half as many."""
 _FULL = 0.95  # of these: before, what comes back displaces nothing
