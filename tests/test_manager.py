@@ -470,7 +470,7 @@ def test_O20_what_is_in_slots_that_are_to_go_is_not_leased(
     rules: Sequence[GroupRule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that comes now does not map them (seed 9047 of the simulation)."""
-    monkeypatch.setattr(manager, "_SWEEP_MAX", 0)  # what is there goes in the next calls
+    monkeypatch.setattr(manager, "_SWEEP_MAX", 0)  # later calls drop the blocks
     rig, blocks = Rig(16, rules), chain(4, groups=len(rules))
     windows = [rig.put(blocks, group=group)[1] for group in range(1, len(rules))]
     kept = rig.put(chain(2, groups=len(rules)))

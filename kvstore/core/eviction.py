@@ -175,5 +175,5 @@ class LeafLRU:
 
 
 def evictable(entry: Node) -> bool:
-    """Tell whether a block can be evicted: nobody reads it, and nothing hangs below it."""
+    """Tell whether a block can be evicted: it is ready, without pins and without children."""
     return entry.pins == 0 and entry.children == 0 and entry.state is _READY

@@ -74,7 +74,7 @@ def _arrivals(
 
 
 def measure(namespace: Namespace, chain: Chain, run: Found, now_ns: int) -> None:
-    """Read some blocks that nobody waits for, of a tier that is too slow for them to be used.
+    """Read some blocks of a tier that is too slow to be used; no request waits for them.
 
     It would not be measured otherwise, and be taken for slow for ever.
     """

@@ -111,7 +111,7 @@ class Ledger:
             pytest.fail(f"{self._label}: stored before, not in the commit: {sorted(late)[:5]}")
 
     def _left_s(self, name: Name) -> float:
-        """When it last began to leave; a clear takes blocks that nobody was told of yet, too."""
+        """When it last began to leave; a clear also takes blocks that were not reported yet."""
         cleared_s = self._cleared_s.get(name.chain // CHAINS, 0.0)
         return max(self._gone_s.get(name, 0.0), cleared_s)
 
