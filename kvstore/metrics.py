@@ -31,7 +31,8 @@ DEFERRED_STEPS = "deferred_steps"  # of EVENTS the one that is counted in steps
 EVICTIONS = ("capacity", "quota", "resize", "clear", "damaged")
 # Of a tier that is only read from, of every other one, and of the disk.
 READ_EVENTS = ("loaded", "loaded_failed", "corrupt", "orphan")
-TIER_EVENTS = (*READ_EVENTS, "stored", "stored_failed", "skipped", "over_budget", "late")
+TIER_EVENTS = (*READ_EVENTS, "stored", "stored_failed", "skipped", "over_budget", "late",
+               "held_too_long")  # fmt: skip
 DISK_EVENTS = (
     *("unplaced", "io_error"),
     *("evicted", "damaged", "unreadable", "unlinked", "failed", "resize"),
@@ -194,6 +195,8 @@ TABLE = (
          ("queue",)),
     Spec("kvstore_queued_blocks", "gauge",
          "Blocks that wait to be copied to a lower tier.", ("tier",)),
+    Spec("kvstore_held_blocks", "gauge",
+         "Blocks in memory that a full tier is given later.", ("tier",)),
     Spec("kvstore_write_budget_bytes", "gauge",
          "Bytes that a tier may be written in a day, and what is left of them now.",
          ("tier", "state")),

@@ -36,12 +36,14 @@ from kvstore.core.types import (
     Slot,
     TransferJob,
 )
+from kvstore.core.write_budget import WriteBudget
 from kvstore.metrics import MEMORY, NVME
 from kvstore.units import parse_bytes, wrong
 
 LINE_BYTES_MAX = 16 << 20
 BLOCKS_MAX = 1 << 28  # of a trace, repeats included
 _ID_BYTES = 8
+_NAMED = 1 << 63  # no hash_ids from here on
 _OWNER = 1
 _NEVER = 1 << 62  # the next use of a block that is not used again
 STEP_BLOCKS = 8  # that an engine computes in a step
@@ -50,15 +52,41 @@ _WATCHED = 64  # requests between two reports of progress
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class Request(msgspec.Struct, frozen=True):
-    """One line of a trace, as Mooncake's have them: times in ms, one chained id for each block.
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=4e12)]  # a manager's seconds are u32
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=4e9)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
-    An id stands for its block and all blocks before it.
-    """
+
+class Request(msgspec.Struct, frozen=True):
+    """One request of a trace. An id stands for its block and all blocks before it."""
 
     hash_ids: list[Id]
-    timestamp: Annotated[float, msgspec.Meta(ge=0, le=4e12)] = 0.0  # a manager's seconds are u32
-    input_length: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
+    timestamp: float = 0.0  # in ms
+    input_length: int = 0  # in tokens
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """A line of a trace: the first three fields are Mooncake's, the others our plain ones.
+
+    blocks: names of any kind, which stand for what ids stand for.
+    """
+
+    hash_ids: list[Id] | None = None
+    timestamp: Milliseconds = 0.0
+    input_length: Tokens = 0
+    blocks: list[int | str] | None = None
+    time: Seconds = 0.0
+    tokens: Tokens = 0
+
+    def request(self, names: dict[int | str, int]) -> Request:
+        """Return the request. names: the numbers of blocks that have names. Raises ValueError."""
+        if (self.hash_ids is None) is (self.blocks is None):
+            found = "none" if self.blocks is None else "both"
+            raise ValueError(f"expected hash_ids or blocks, found {found}")
+        if self.blocks is None:
+            return Request(self.hash_ids or [], self.timestamp, self.input_length)
+        ids = [names.setdefault(name, _NAMED + len(names)) for name in self.blocks]
+        return Request(ids, self.time * 1000, self.tokens)
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -68,6 +96,11 @@ class Trace(msgspec.Struct, frozen=True):
     unique: int
     blocks: int
     longest: int
+
+    @property
+    def ns(self) -> int:
+        """Return the time from the first request to the last."""
+        return int((self.requests[-1].timestamp - self.requests[0].timestamp) * 1_000_000)
 
 
 class TierHits(msgspec.Struct, frozen=True):
@@ -96,23 +129,24 @@ def read_trace(path: Path) -> Trace:
     requests: list[Request] = []
     seen: set[int] = set()
     blocks = longest = 0
-    decoder = msgspec.json.Decoder(Request)
+    names: dict[int | str, int] = {}
+    decoder = msgspec.json.Decoder(_Line)
     for number, line in _lines(path):
         try:
-            request = decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            request = decoder.decode(line).request(names)
+        except (msgspec.DecodeError, ValueError) as exc:
             expected = 'expected a request such as {"timestamp": 0, "hash_ids": [1, 2]}'
             raise ConfigError(f"{path}:{number}: {expected}: {exc}") from None
         count = len(request.hash_ids)
         if len(set(request.hash_ids)) < count:
-            raise ConfigError(f"{path}:{number}: expected hash_ids that differ, found one twice")
+            raise ConfigError(f"{path}:{number}: expected blocks that differ, found one twice")
         blocks, longest = blocks + count, max(longest, count)
         if blocks > BLOCKS_MAX:
             raise ConfigError(f"{path}:{number}: expected up to {BLOCKS_MAX:,} blocks, found more")
         seen.update(request.hash_ids)
         requests.append(request)
     if not blocks:
-        raise ConfigError(f"{path}: expected requests with hash_ids, found none")
+        raise ConfigError(f"{path}: expected requests with blocks, found none")
     return Trace(requests, len(seen), blocks, longest)
 
 
@@ -150,6 +184,15 @@ def blocks_of(text: str, unique: int, block_bytes: int | None) -> int:
     if not 0 < blocks <= BLOCKS_MAX:
         raise ConfigError(f"{text!r}: expected 1 to {BLOCKS_MAX:,} blocks, found {blocks:,}")
     return blocks
+
+
+def budget_of(text: str, trace: Trace, block_bytes: int | None) -> WriteBudget:
+    """Read what may be written to a disk: a part of the lookups, or blocks or bytes of a day.
+
+    Raises ConfigError.
+    """
+    blocks = blocks_of(text, trace.blocks, block_bytes)
+    return WriteBudget(blocks, max(1, trace.ns)) if "%" in text else WriteBudget(blocks)
 
 
 class _Memory:
@@ -190,6 +233,11 @@ class _Disk:
     """A tier that has what it is given until it is full, and moves it at once."""
 
     name = NVME
+
+    @property
+    def full(self) -> bool:
+        """Tell whether the next block has one evicted."""
+        return not self._memory.manager.slots.free
 
     def __init__(self, blocks: int) -> None:
         self._memory = _Memory(blocks)
@@ -245,11 +293,14 @@ class _Disk:
 class _Store:
     """What a store has of one model: memory, and a disk if it has one."""
 
-    def __init__(self, memory_blocks: int, disk_blocks: int | None, policy: str) -> None:
+    def __init__(
+        self, memory_blocks: int, disk_blocks: int | None, policy: str, budget: WriteBudget | None
+    ) -> None:
         self._memory = _Memory(memory_blocks, policy)
         self._disk = None if disk_blocks is None else _Disk(disk_blocks)
         tiers = () if self._disk is None else (self._disk,)
-        self._tiering = Tiering(self._memory.manager, tiers, 1)
+        budgets = {} if budget is None else {NVME: budget}
+        self._tiering = Tiering(self._memory.manager, tiers, 1, budgets=budgets)
 
     @property
     def written_blocks(self) -> int:
@@ -274,9 +325,9 @@ class _Store:
         if lease is not None:
             tiering.used(chain, lease)
             manager.complete_load(lease.lease_id)
-        added = manager.take_changes().added
+        changes = manager.take_changes()
         if self._disk is not None:
-            tiering.cascade(added)
+            tiering.changed(changes)
             tiering.poll(now_ns)
         return memory, found - memory
 
@@ -288,9 +339,13 @@ def replay(
     block_tokens: int = 512,
     watch: Callable[[float], object] = lambda _: None,
     policy: str = LRU,
+    budget: WriteBudget | None = None,
 ) -> Replayed:
-    """Replay a trace. watch(share): so much of it is done. policy: of memory."""
-    store = _Store(memory_blocks, disk_blocks, policy)
+    """Replay a trace. watch(share): so much of it is done. policy: of memory.
+
+    budget: of the disk, in blocks.
+    """
+    store = _Store(memory_blocks, disk_blocks, policy, budget)
     hits, hit_tokens, tokens = [0, 0], 0, 0
     for number, request in enumerate(trace.requests):
         packed = b"".join([each.to_bytes(_ID_BYTES, "little") for each in request.hash_ids])

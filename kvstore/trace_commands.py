@@ -46,6 +46,11 @@ def add_replay(add: Add) -> None:
     sizes = 'a part of the unique blocks such as "5%%", blocks, or bytes with --block-bytes'
     replay.add_argument("--cpu", required=True, help=f"memory: {sizes}")
     replay.add_argument("--nvme", help="disk, in the same way (default: none)")
+    text = (
+        'blocks that may be written to disk: a part of those looked up such as "16%%", or blocks a'
+        " day, or bytes; what is used or stored again is written beyond it (default: no limit)"
+    )
+    replay.add_argument("--write-budget", help=text)
     text = "which block leaves memory next (default: segmented, as in a store)"
     replay.add_argument("--policy", choices=["segmented", "lru"], default="segmented", help=text)
     text = "of a block, as `kvstore size` says"
@@ -102,7 +107,7 @@ def _record(chosen: argparse.Namespace) -> int:
 def _replay(chosen: argparse.Namespace) -> int:
     from kvstore.gc_tuning import collect_young_only
     from kvstore.printing import output, share, table
-    from kvstore.replay import blocks_of, read_trace, replay
+    from kvstore.replay import blocks_of, budget_of, read_trace, replay
     from kvstore.units import parse_bytes
 
     block_bytes = None if chosen.block_bytes is None else parse_bytes(chosen.block_bytes)
@@ -111,12 +116,18 @@ def _replay(chosen: argparse.Namespace) -> int:
     trace = read_trace(chosen.trace)
     memory = blocks_of(chosen.cpu, trace.unique, block_bytes)
     disk = None if chosen.nvme is None else blocks_of(chosen.nvme, trace.unique, block_bytes)
+    budget = None
+    if chosen.write_budget is not None:
+        if disk is None:
+            raise ConfigError("--write-budget needs --nvme, found none")
+        budget = budget_of(chosen.write_budget, trace, block_bytes)
     collect_young_only()  # a full collection walks every block
     with share() as tell:
         text = f"{trace.blocks:,} blocks"
         found = replay(
-            trace, memory, disk, chosen.block_tokens, lambda part: tell(part, text), chosen.policy
-        )
+            trace, memory, disk, chosen.block_tokens, lambda part: tell(part, text),
+            chosen.policy, budget,
+        )  # fmt: skip
     if chosen.json:
         print_json(found)
         return 0

@@ -400,8 +400,8 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("segmented -k Q64_what_a_request", "victims(wanted=wanted)", "victims()"),
         (
             "segmented -k Q64_a_copy",
-            "self._policy.unpinned(entry)\n            self.slots",
-            "self._policy.used(entry)\n            self.slots",
+            "self._policy.unpinned(entry)",
+            "self._policy.used(entry)",
         ),
         ("manager -k O20_what_is_in", "if entry.slot in retiring), limit)", "if False), limit)"),
         ("manager", "(above is None or above.state is not _READY):", "above is None and False:"),
@@ -457,7 +457,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/core/tiering.py": (
         (
             "tiering tiers",
-            "if tier.lookup(queue[0][0]) is LookupResult.RETRY:\n                return",
+            "if tier.lookup(queue.first.key) is LookupResult.RETRY:\n                return",
         ),
         ("tiers -k O17", "work.cleared = True"),
     ),

@@ -161,8 +161,39 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("health -k Q15_a_page", 'if asked["REQUEST_METHOD"] not in ("GET", "HEAD"):'),
         ("health -k Q15_a_page", '[] if asked["REQUEST_METHOD"] == "HEAD" else [body]', "[body]"),
     ),
+    "kvstore/core/copy_queue.py": (
+        ("request_policy -k Q36_blocks_kept", " and above.key not in kept_off", ""),
+        ("late_writes", "self._manager.slots.total if full else 0", "self._manager.slots.total"),
+        ("late_writes", "self._held.lost(len(ripe) - len(here))"),
+        ("late_writes", "if again or seen(key) is not None", "if again"),
+        ("tiering -k budget", "if again or seen(key) is not None", "if seen(key) is not None"),
+        ("late_writes", "if self.full:\n            for key", "if False:\n            for key"),
+    ),
+    "kvstore/core/late_writes.py": (
+        ("late_writes", "self._blocks.pop(key, None)"),
+        ("late_writes", "self._most = min(self._most, limit)"),
+        ("late_writes", "self._most += count * _IN_TIME"),
+    ),
+    "kvstore/core/manager.py": (
+        (
+            "manager -k copy",
+            "if not entry.children:\n                    self._used_until_now(entry)",
+        ),
+        (
+            "manager -k copy",
+            "else:\n                self._policy.freed(entry)",
+            "else:\n                self._used_until_now(entry)",
+        ),
+    ),
+    "tiers/nvme/extent_allocator.py": (
+        ("nvme_extent_allocator -k Q65", " or space.free > space.total // FULL_PART", ""),
+        (
+            "nvme_extent_allocator -k Q65",
+            "return not self._fits(cost(self._disk.settings",
+            "return bool(cost(self._disk.settings",
+        ),
+    ),
     "kvstore/core/tiering.py": (
-        ("request_policy -k Q36_blocks_kept", " and above.key not in self.off_disk", ""),
         (
             "request_policy -k Q36_once",
             "self.difference_update([key for key in removed if index.get(key) is None])",

@@ -268,16 +268,42 @@ def test_what_is_not_ready_cannot_be_dropped_or_pinned() -> None:
     assert rig.manager.pin(blocks.key(0, 0)) is None
 
 
-def test_a_block_pinned_for_a_lower_tier_stays_until_unpinned() -> None:
+def test_a_block_pinned_for_a_lower_tier_stays_until_it_is_copied() -> None:
     rig, blocks = Rig(1), chain(1)
     rig.put(blocks)
     entry = rig.manager.pin(blocks.key(0, 0))
     assert entry is not None
     assert rig.grant() == []
-    rig.manager.unpin([entry])
+    rig.manager.unpin([entry], used=False)
     assert rig.grant() == [0]
     with pytest.raises(InvariantBroken):
         rig.manager.unpin([entry])
+
+
+def test_a_copy_is_no_use() -> None:
+    hit, miss = LookupResult.HIT, LookupResult.MISS
+    rig, chains = filled(3)
+    coldest = rig.manager.pin(chains[0].key(0, 0))
+    hottest = rig.manager.pin(chains[2].key(0, 0))
+    assert coldest is not None
+    assert hottest is not None
+    rig.manager.unpin([hottest], used=False)
+    assert len(rig.grant(2)) == 2, "it passed over the one that is being copied"
+    assert [rig.probe(each) for each in chains] == [hit, miss, hit]
+    rig.manager.unpin([coldest], used=False)
+    assert len(rig.grant(1)) == 1
+    assert [rig.probe(each) for each in chains] == [miss, miss, hit]
+
+
+def test_a_load_that_ends_during_a_copy_is_one() -> None:
+    hit, miss = LookupResult.HIT, LookupResult.MISS
+    rig, chains = filled(2)
+    entry = rig.manager.pin(chains[0].key(0, 0))
+    assert entry is not None
+    rig.manager.complete_load(rig.lease(chains[0]).lease_id)
+    rig.manager.unpin([entry], used=False)
+    assert len(rig.grant(2)) == 2
+    assert [rig.probe(each) for each in chains] == [hit, miss]
 
 
 # Leases
@@ -427,7 +453,7 @@ def filled(blocks: int) -> tuple[Rig, list[Chain]]:
 def hold(rig: Rig, block: Chain, how: str) -> None:
     key = block.key(0, 0)
     if how == "pinned":
-        rig.manager.pin(key)
+        rig.manager.pin_run([key])
         return
     if how != "leased":
         rig.manager.drop(key, "clear")
@@ -448,6 +474,15 @@ def test_no_grant_walks_over_blocks_that_cannot_go(how: str) -> None:
     rig.manager.touch(chains[-1].key(0, 0))
     assert len(rig.grant(2)) == 2, "the only block that can go was not found at once"
     assert rig.probe(chains[-1]) is LookupResult.MISS
+
+
+def test_a_search_passes_each_block_that_is_copied_once() -> None:
+    rig, chains = filled(3 * SKIPS_MAX)
+    pinned = [rig.manager.pin(each.key(0, 0)) for each in chains[:-1]]
+    found = [len(rig.grant(2)) for _ in range(4)]
+    assert found == [1, 0, 1, 0]
+    rig.manager.unpin(filter(None, pinned), used=False)
+    assert len(rig.grant(3)) == 3
 
 
 def test_slots_are_retired_in_slices_and_none_is_left_behind() -> None:

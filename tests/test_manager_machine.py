@@ -197,7 +197,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def unpin(self, entry: Entry | None) -> None:
         if entry is not None and self.pinned[id(entry)]:
             self.pinned[id(entry)] -= 1
-            self.manager.unpin([entry])
+            self.manager.unpin([entry], used=False)
 
     @rule(path=PATHS, group=st.integers(0, 1))
     def drop(self, path: str, group: int) -> None:

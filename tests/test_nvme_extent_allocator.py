@@ -235,3 +235,21 @@ def test_a_disk_that_takes_no_writes_does_not_ask_to_be_polled_for_a_commit(fold
         assert found.disk.attached.commits.pending
         assert found.disk.next_s > 100.0
         found.disk.health.back(time.monotonic())
+
+
+def test_Q65_a_namespace_is_full_once_no_extent_and_few_slots_are_left(folder: Path) -> None:
+    with shelf(settings_for(folder, 8 * MIB)) as found:
+        space, chain = found.tier.space, 0
+        while not found.tier.full:
+            assert not space.counts["evicted"]
+            found.put(chain, 0, 4)
+            found.settle()
+            chain += 1
+        assert space.free <= space.total // extent_allocator.FULL_PART
+        for number in range(chain, 2 * chain):
+            found.put(number, 0, 4)
+            found.settle()
+            assert found.tier.full
+        assert space.counts["evicted"]
+        found.disk.resize(16 * MIB)
+        assert not found.tier.full, "it can have another extent"

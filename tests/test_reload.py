@@ -94,11 +94,11 @@ def test_Q21_what_can_change_does_while_engines_are_attached(reloads: Reloads) -
         assert server._pool.capacity_bytes == 64 << 20
         assert server._disk is not None
         assert server._disk.capacity_bytes == 256 << 20
-        assert {n: b.limit_ns for n, b in namespace.tiering.backlogs.items()} == {
+        assert {n: q.backlog.limit_ns for n, q in namespace.tiering.queues.items()} == {
             "nvme": 3 * 10**9,
             "shelf": 4 * 10**9,
         }
-        assert namespace.tiering._budgets["nvme"].day_bytes == 1 << 30
+        assert namespace.tiering.queues["nvme"].budget.day_bytes == 1 << 30
         lookups, sessions = server.store._lookups, server.store.sessions
         assert lookups._engine.lease_ns == lookups._lease_ms * 10**6 == 7 * 10**9
         assert lookups._engine is sessions._engine is server.store._engine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core import tiering
+from kvstore.core import copy_queue
 from kvstore.core.errors import BlockCorrupt
 from kvstore.core.leases import Lease
 from kvstore.core.manager import Manager
@@ -287,12 +287,12 @@ def test_a_long_path_that_was_missed_is_copied_in_parts_each_block_looked_at_onc
 
 
 def test_a_very_long_path_is_walked_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiering, "_WALK_MAX", 100)
+    monkeypatch.setattr(copy_queue, "_WALK_MAX", 100)
     rig = Rig(slots=4000)
     chain = rig.chain("a", 450)
     rig.store(chain, 0, 449)
     rig.drain()
-    rig.tiering._queues["slow"].clear()
+    rig.tiering.queues["slow"].clear()
     rig.tier.drain()
     rig.tier.keys.clear()
     rig.store(chain, 449, 450)

@@ -12,9 +12,10 @@ The order holds leaves that can go, and inner blocks that were touched themselve
 hangs below them; an inner block that has reached the cold end is skipped once and leaves. When it
 can be evicted again it re-enters at the cold end, which is its exact place: everything still in
 the order was used after it. (Stack-distance argument: leaf-first LRU keeps the resident set
-closed under "parent of", so its prefix hits are plain LRU's.) A pin is a use that lasts: a pinned
-leaf is not in the order, and is touched when its last pin goes. So however many blocks are
-pinned, no call walks over them.
+closed under "parent of", so its prefix hits are plain LRU's.) A lease's pin is a use that lasts: a
+leased leaf is not in the order, and is touched when a lease ends. A pin for a copy to a lower tier
+is no use: its block stays in the order. A search passes over a pinned block once, and takes it out.
+So however many blocks are pinned, they cost no call much.
 """
 
 from __future__ import annotations

@@ -378,8 +378,10 @@ class Manager:
         for entry in lease.pinned:
             if entry.state is _READY and self.index.holds(entry):  # else it was cleared
                 self._policy.keep(entry)
-            if not entry.pins and (not entry.children or entry.state is _DROPPED):
-                self._unpinned(entry)
+                if not entry.children:
+                    self._used_until_now(entry)
+            elif entry.state is _DROPPED and not entry.pins:
+                self.slots.release(entry.slot)
         if damaged:
             bad = set(damaged)
             for entry in lease.entries:
@@ -387,13 +389,10 @@ class Manager:
                     self.drop(entry.key, "damaged")
         return True
 
-    def _unpinned(self, entry: Entry) -> None:
-        """The last pin is gone: the block was in use until now, or its slot goes back."""
-        if entry.state is _DROPPED:
-            self.slots.release(entry.slot)
-        elif entry.state is _READY and not entry.children and self.index.holds(entry):
-            self._policy.unpinned(entry)
-            self.slots.used_s[entry.slot] = self.now_s
+    def _used_until_now(self, entry: Entry) -> None:
+        """One pin of a leaf is gone; while it has others a search for victims passes over it."""
+        self._policy.unpinned(entry)
+        self.slots.used_s[entry.slot] = self.now_s
 
     def expire(self, now_ns: int) -> list[LeaseId]:
         """End the leases that nobody completed in time, and name them."""
@@ -408,22 +407,29 @@ class Manager:
         return entry if entry is not None and entry.state is _READY else None
 
     def pin(self, key: BlockKey) -> Entry | None:
-        """Hold one ready block for a transfer to a lower tier, until unpin."""
+        """Hold one ready block for a copy to a lower tier, until unpin(): no use of it."""
         entry = self.ready(key)
         if entry is not None:
             entry.pins += 1
-            if not entry.children:  # a pinned leaf is in no order
-                self._policy.remove(entry)
         return entry
 
-    def unpin(self, entries: Iterable[Entry]) -> None:
-        """End one pin of each."""
+    def unpin(self, entries: Iterable[Entry], *, used: bool = True) -> None:
+        """End one pin of each; used: which was a use, until now.
+
+        Of the others one whose turn to be evicted came meanwhile is the next to go.
+        """
         for entry in entries:
             entry.pins = pins = entry.pins - 1
             if pins:
                 check(pins > 0, "pins of an entry below zero")
-            elif not entry.children or entry.state is _DROPPED:
-                self._unpinned(entry)
+            elif entry.state is _DROPPED:
+                self.slots.release(entry.slot)
+            elif entry.children or entry.state is not _READY or not self.index.holds(entry):
+                continue
+            elif used:
+                self._used_until_now(entry)
+            else:
+                self._policy.freed(entry)
 
     def pin_run(self, keys: Iterable[BlockKey]) -> list[Entry]:
         """Pin the blocks of these keys up to the first that is not ready, until unpin."""

@@ -71,6 +71,15 @@ class Telling(Protocol):
         """Return what can be read since the last call, and what cannot any more."""
 
 
+@runtime_checkable
+class Bounded(Protocol):
+    """A tier that can be full, so that it evicts a block for each that it is given; NVMe is."""
+
+    @property
+    def full(self) -> bool:
+        """Tell whether it is now."""
+
+
 class TierContext(msgspec.Struct, frozen=True):
     """What a tier is made from; one tier object per namespace."""
 

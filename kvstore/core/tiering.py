@@ -1,10 +1,10 @@
 """Moves blocks between the memory pool and the tiers below it: cascade down, promote up.
 
 Cascade: every block that becomes ready is queued for each tier and copied there early, parents
-first, so that eviction never waits for a write. Only so much of memory is pinned by copies at one
-time, and what waits is bounded in seconds: what does not fit, or has left memory when its turn
-comes, is counted and not copied. Beyond a tier's write budget nothing new is queued. What a tier
-lacks of a path that is used again is queued in any case.
+first, so that eviction never waits for a write; a full tier is given it later (late_writes). Only
+so much of memory is pinned by copies at one time, and what waits is bounded in seconds: what does
+not fit, or has left memory when its turn comes, is counted and not copied. Beyond a tier's write
+budget only what was used or stored again is queued, with what the tier lacks above it.
 Promote: blocks that only a lower tier has are read into granted slots, and can be leased at once:
 they are coming. Jobs are small, so that the first blocks can be used while the last are read, and
 end in any order; a block becomes ready only below a ready one, so a job that ended waits for the
@@ -14,12 +14,13 @@ Every job ends in exactly one result, which unpins or releases all its slots.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from kvstore.core.copy_queue import CopyQueue
 from kvstore.core.errors import BlockCorrupt, InvariantBroken, TierError
 from kvstore.core.index import Entry, Index, State
 from kvstore.core.leases import Lease
@@ -47,9 +48,6 @@ first blocks of a hit while the next are read."""
 LEADING_MAX = 64  # blocks that are looked up in one go
 _PINNED_PART = 4  # of the slots: a quarter
 _BACKLOG_NS = 10_000_000_000
-_WALK_MAX = 4096  # ancestors that are looked at in one go
-
-Queued = tuple[BlockKey, bool, int]
 
 
 class Unfinished(NamedTuple):
@@ -131,11 +129,12 @@ class Tiering:
         self._manager = manager
         self._slot_bytes = slot_bytes
         self._now_ns = 0
-        limits = backlog_ns or {}
-        self.backlogs = {t.name: Backlog(limits.get(t.name, _BACKLOG_NS)) for t in tiers}
-        self._budgets = {t.name: (budgets or {}).get(t.name) or WriteBudget(None) for t in tiers}
-        # Keys, whether what the tier lacks above them is wanted, too, and since when.
-        self._queues: dict[str, deque[Queued]] = {t.name: deque() for t in tiers}
+        limits, shared = backlog_ns or {}, budgets or {}
+        self.queues: dict[str, CopyQueue] = {}
+        for name, tier in {tier.name: tier for tier in tiers}.items():
+            backlog = Backlog(limits.get(name, _BACKLOG_NS))
+            budget = shared.get(name) or WriteBudget(None)
+            self.queues[name] = CopyQueue(tier, manager, self.counts, backlog, budget)
         self._promoted = promoted
         self._storing: Counter[str] = Counter()  # blocks being copied to a tier
         self._stored: Counter[str] = Counter()  # since the last poll
@@ -176,32 +175,32 @@ class Tiering:
     @property
     def queued(self) -> int:
         """Count the blocks that wait to be copied down, or are being copied."""
-        return sum(map(len, self._queues.values())) + sum(self._storing.values())
+        return sum(map(len, self.queues.values())) + sum(self._storing.values())
 
     @property
     def unfinished(self) -> Unfinished:
         """Count what is on its way down and up."""
-        queues = [(name, len(q), q[0][2]) for name, q in self._queues.items() if q]
+        queues = [(name, len(q), q.first.since_ns) for name, q in self.queues.items() if len(q)]
         return Unfinished(sum(self._storing.values()), len(self.coming), queues)
 
-    def cascade(self, added: Sequence[BlockKey]) -> None:
-        """Queue newly ready blocks, parents first, for every tier that may take them."""
-        for tier in self.tiers:
-            if self._budgets[tier.name].left(self._now_ns):
-                self._enqueue(tier, added)
-            else:
-                self.counts[tier.name, "over_budget"] += len(added)
-            self._pump(tier)
+    def changed(self, changes: Changes) -> None:
+        """Blocks have entered and left memory."""
+        if changes.removed:
+            self.off_disk.left(changes.removed, self._manager.index)
+            for queue in self.queues.values():
+                queue.left(changes.removed)
+        if changes.added:
+            self.cascade(changes.added)
 
-    def _enqueue(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
-        queue = self._queues[tier.name]
-        room = max(0, self.backlogs[tier.name].blocks_max - len(queue))
-        queue.extend((key, True, self._now_ns) for key in keys[:room])
-        self.counts[tier.name, "skipped"] += len(keys[room:])
+    def cascade(self, added: Sequence[BlockKey]) -> None:
+        """Newly ready blocks, parents first, are to be copied to every tier that may take them."""
+        for queue in self.queues.values():
+            queue.add(added, self._now_ns)
+            self._pump(queue)
 
     def enqueue_all(self) -> None:
         """Queue whatever memory has and a tier lacks; for a store that ends."""
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.clear()
         for part in self._manager.index.parts():
             self.enqueue_lacking(part, _MISSING)
@@ -211,56 +210,27 @@ class Tiering:
     ) -> None:
         """Queue what memory has of these, where a tier answers one of these states for it."""
         ready = [entry.key for entry in entries if entry.state is State.READY]
-        for tier in self.tiers:
-            lacking = (key for key in ready if tier.lookup(key) in states)
-            self._queues[tier.name].extend((key, True, self._now_ns) for key in lacking)
-            self._pump(tier)
+        for queue in self.queues.values():
+            lacking = [key for key in ready if queue.tier.lookup(key) in states]
+            queue.put(lacking, self._now_ns)
+            self._pump(queue)
 
-    def _pump(self, tier: Tier) -> None:
+    def _pump(self, queue: CopyQueue) -> None:
         """Copy queued blocks down, as many at a time as may be pinned for it."""
-        queue = self._queues[tier.name]
+        tier = queue.tier
         limit = max(1, self._manager.slots.total // _PINNED_PART)
-        while queue and self._storing[tier.name] < limit:
-            if tier.lookup(queue[0][0]) is LookupResult.RETRY:
+        while len(queue) and self._storing[tier.name] < limit:
+            if tier.lookup(queue.first.key) is LookupResult.RETRY:
                 return  # it does not know yet what it has
-            pinned: dict[BlockKey, Entry] = {}
             room = min(JOB_BLOCKS_MAX, limit - self._storing[tier.name])
-            while queue and len(pinned) < room:
-                self._gather(tier, queue.popleft(), pinned, room - len(pinned))
+            pinned = queue.take(room, self.off_disk)
             if pinned:
-                self._budgets[tier.name].spend(len(pinned) * self._slot_bytes)
+                queue.budget.spend(len(pinned) * self._slot_bytes)
                 entries = list(pinned.values())
                 slots = [entry.slot for entry in entries]
                 parents = [entry.parent.key if entry.parent else None for entry in entries]
                 job = self._job(JobKind.STORE, [*pinned], slots, parents)
                 self._submit(_Open(tier, job, entries))
-
-    def _gather(self, tier: Tier, queued: Queued, pinned: dict[BlockKey, Entry], room: int) -> None:
-        """Pin a block that a tier lacks, after those above it that the tier lacks, if wanted.
-
-        When these are more than there is room for they are queued, the first of them first. They
-        are not walked from again: a tier that fails would never see the end of it.
-        """
-        key, walk, since_ns = queued
-        above = self._manager.ready(key)
-        if above is None:
-            self.counts[tier.name, "late"] += 1
-        path: list[Entry] = []
-        while above is not None and above.key not in pinned and above.key not in self.off_disk:
-            if tier.lookup(above.key) in (LookupResult.HIT, LookupResult.PENDING):
-                break  # RETRY is not: a tier that cannot tell yet passes over what it has
-            path.append(above)
-            if not walk or len(path) == _WALK_MAX:
-                break
-            above = self._manager.ready(above.parent.key) if above.parent else None
-        if len(path) > room:
-            on = len(path) == _WALK_MAX
-            again = ((e.key, on and e is path[-1], since_ns) for e in path)
-            self._queues[tier.name].extendleft(again)
-            return
-        for lacking in reversed(path):
-            self._manager.pin(lacking.key)
-            pinned[lacking.key] = lacking
 
     def leading(
         self, keys: Sequence[BlockKey], first: int
@@ -280,7 +250,7 @@ class Tiering:
         return LookupResult.MISS, None, count
 
     def used(self, chain: Chain, lease: Lease) -> None:
-        """Tell the tiers which paths a request uses; what they lack was used twice: write it."""
+        """Tell the tiers which paths a request uses; what they lack of them was used again."""
         for group, rule in enumerate(self._manager.rules):
             indices = lease.groups[group].indices
             for index in indices[-(rule.trailing or 1) :]:
@@ -288,7 +258,7 @@ class Tiering:
                 for tier in self.tiers:
                     tier.touch(key)
                     if tier.lookup(key) is LookupResult.MISS and self._manager.ready(key):
-                        self._enqueue(tier, [key])
+                        self.queues[tier.name].add([key], self._now_ns, again=True)
 
     def sources_of(self, keys: Iterable[BlockKey]) -> list[str | None]:
         """Name the tier that each block is coming from; None for those that are not coming."""
@@ -421,11 +391,11 @@ class Tiering:
         for tier in self.sources:
             for result in tier.poll():
                 self._finish(result)
-        for tier in self.tiers:
-            name, busy = tier.name, tier in storing
-            self.backlogs[name].measure(self._stored.pop(name, 0), now_ns, busy=busy)
-            if self._queues[name]:
-                self._pump(tier)
+        for name, queue in self.queues.items():
+            busy = queue.tier in storing
+            queue.backlog.measure(self._stored.pop(name, 0), now_ns, busy=busy)
+            if len(queue):
+                self._pump(queue)
 
     def _finish(self, result: JobResult) -> None:
         work = self._open.pop(result.job_id, None)
@@ -441,7 +411,7 @@ class Tiering:
         self.counts[name, direction] += result.done
         if result.done < len(job.keys):
             self.counts[name, direction + "_failed"] += len(job.keys) - result.done
-        self._manager.unpin(work.pinned)
+        self._manager.unpin(work.pinned, used=False)
         if job.kind is JobKind.LOAD and isinstance(result.error, BlockCorrupt):
             self.counts[name, "corrupt"] += 1
             work.tier.discard(job.keys[result.done : result.done + 1])
@@ -478,7 +448,7 @@ class Tiering:
 
     def clear(self) -> None:
         """Empty every tier; what is under way does not come back when it ends."""
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.clear()
         for work in (*self._open.values(), *self.coming.values()):
             work.cleared = True
@@ -492,12 +462,13 @@ class Tiering:
         self._telling.clear()
         self._under_way.clear()
         self._storing.clear()
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.clear()
+        self.queues.clear()
 
     def close(self) -> None:
         """Wait for jobs under way, take their results and close the tiers."""
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.clear()
         for tier in self.sources:
             tier.drain()

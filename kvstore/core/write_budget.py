@@ -44,8 +44,9 @@ class WriteBudget:
     again is written beyond it, and paid for later.
     """
 
-    def __init__(self, day_bytes: int | None) -> None:
-        """day_bytes: None for no limit."""
+    def __init__(self, day_bytes: int | None, day_ns: int = _DAY_NS) -> None:
+        """day_bytes: None for no limit. day_ns: another length of a day, for replay."""
+        self._day_ns = day_ns
         self.day_bytes = day_bytes
         self._left = 0 if day_bytes is None else day_bytes // 24
         self._spare_ns = 0  # since the last byte was added
@@ -64,8 +65,8 @@ class WriteBudget:
             return True
         if self._last_ns is not None:
             self._spare_ns += now_ns - self._last_ns
-            earned = self.day_bytes * self._spare_ns // _DAY_NS
-            self._spare_ns -= earned * _DAY_NS // self.day_bytes
+            earned = self.day_bytes * self._spare_ns // self._day_ns
+            self._spare_ns -= earned * self._day_ns // self.day_bytes
             self._left = min(self.day_bytes, self._left + earned)
         self._last_ns = now_ns
         return self._left > 0

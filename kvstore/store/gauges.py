@@ -103,7 +103,10 @@ def queue_gauges(
     found["kvstore_queue_seconds", "lookups"] = (now_ns - min(asked_ns, default=now_ns)) / 1e9
     for tier in tiers:
         found["kvstore_queued_blocks", tier] = found["kvstore_queue_seconds", tier] = 0
+        found["kvstore_held_blocks", tier] = 0
     for namespace in namespaces.values():
+        for tier, queue in namespace.tiering.queues.items():
+            found["kvstore_held_blocks", tier] += queue.held
         for tier, count, since_ns in namespace.tiering.unfinished.queues:
             seconds = "kvstore_queue_seconds", tier
             found["kvstore_queued_blocks", tier] += count

@@ -67,8 +67,8 @@ class Namespaces(dict[str, Namespace]):
         if len(set(budgets)) > 1:
             self.budgets[NVME].change(budgets[1])
         for namespace in self.values():
-            for name, backlog in namespace.tiering.backlogs.items():
-                backlog.limit_ns = self._backlog_ns.get(name, backlog.limit_ns)
+            for name, queue in namespace.tiering.queues.items():
+                queue.backlog.limit_ns = self._backlog_ns.get(name, queue.backlog.limit_ns)
 
     def find(self, layout: SlotLayout) -> Namespace:
         """Return the namespace of a layout, a new one if need be.

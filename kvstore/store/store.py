@@ -305,11 +305,10 @@ class Store:
                     session.heard(changes, on_disk)
         if changes.removed:
             self.pins.removed(changes.removed)
-        namespace.tiering.off_disk.left(changes.removed, manager.index)
         if changes.added:
             note_stored(namespace, changes.added)
-            with namespace.around_tiers:
-                namespace.tiering.cascade(changes.added)
+        with namespace.around_tiers:
+            namespace.tiering.changed(changes)
         if namespace.unused and self._now_ns - namespace.used_ns >= FORGET_NS:
             self._forget(namespace)
         self.namespaces.settle(namespace)

@@ -90,7 +90,7 @@ class Ours:
     def unpin(self) -> Iterator[str]:
         """End the copies."""
         for entry in self._pinned:
-            self.manager.unpin([entry])
+            self.manager.unpin([entry], used=False)
             yield "unpin"
         self._pinned.clear()
 

@@ -30,6 +30,7 @@ BASE_BYTES = 1 << 20  # of the index, when it is empty
 # slots come back in runs of neighbours and commits are few.
 LOW_PART = 64
 HIGH_PART = 32
+FULL_PART = 16  # with fewer of them free, and none to come, a namespace is as good as full
 SLICE_BLOCKS = 256  # evicted ahead in each poll: about a millisecond
 FULL_S = 5.0  # a file system that had no room is asked again after that
 
@@ -94,6 +95,16 @@ class ExtentAllocator:
             return True
         return space.free == 0 and (bool(space.cleared) or self._take_from_another(space))
 
+    def full(self, space: DiskNamespace) -> bool:
+        """Tell whether a namespace has no free slots to speak of, and gets no extent."""
+        if self._attached.loading or space.growing or space.free > space.total // FULL_PART:
+            return False
+        return not self._fits(cost(self._disk.settings.extent_bytes, space.slot_bytes))
+
+    def _fits(self, size: int) -> bool:
+        fits = self.used_bytes + size <= self._disk.capacity_bytes
+        return fits and self._now_s >= self._full_until_s
+
     def _grow(self, space: DiskNamespace) -> bool:
         """Make an extent if the cap and the file system have room; True while one is made."""
         disk, attached = self._disk, self._attached
@@ -101,8 +112,7 @@ class ExtentAllocator:
             return True
         size = disk.settings.extent_bytes
         takes = cost(size, space.slot_bytes)
-        fits = self.used_bytes + takes <= disk.capacity_bytes
-        if not fits or self._now_s < self._full_until_s:
+        if not self._fits(takes):
             return False
         number = attached.next_extent
         attached.next_extent += 1

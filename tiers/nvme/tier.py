@@ -136,6 +136,11 @@ class NvmeTier:
         """Forget every block, at once; those stored from now on are kept."""
         self._disk.attached.clear(self.space)
 
+    @property
+    def full(self) -> bool:
+        """Tell whether a block is evicted for each that comes, or soon will be."""
+        return self._disk.online and self._disk.attached.room.full(self.space)
+
     def tell(self) -> None:
         """Note what becomes readable, and what leaves."""
         self.space.index.changes = self.space.index.changes or Changes()
