@@ -24,6 +24,7 @@ from kvstore.listener import OWN_MODE, TakenError, refuse_group, taken
 from kvstore.memory_limits import MARGIN_BYTES, memory_left
 from kvstore.owned_files import writable_folder
 from kvstore.store import metrics_endpoint
+from kvstore.store.plugin_policy import refuse_policy
 from kvstore.store.tier_guard import refuse_tier
 from kvstore.units import sized
 from tiers.nvme.directory import SPARE_BYTES, SPARE_PART
@@ -193,6 +194,7 @@ def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "nvme", lambda: refuse_nvme(nvme)
     if peer is not None:
         yield "peer", lambda: refuse_peer(peer)
+    yield "policy", lambda: refuse_policy(config.cpu.policy)
     for tier in config.tiers:
         yield f"tier {tier.name}", lambda tier=tier: refuse_tier(tier)  # type: ignore[misc]
     if server.metrics is not None:

@@ -148,6 +148,17 @@ def _read_class(value: object, _found: Mapping[str, Any]) -> str:
     return f"{module}:{name}"
 
 
+def read_policy(value: object, found: Mapping[str, Any]) -> str:
+    """Read a policy of memory. Raises ConfigError."""
+    if isinstance(value, str) and value in ("segmented", "lru"):
+        return value
+    try:
+        return _read_class(value, found)
+    except ConfigError as exc:
+        expected = '"segmented", "lru", or a dotted name such as "package.module:Class"'
+        raise wrong(expected, value) from exc
+
+
 def _read_tier_name(value: object, found: Mapping[str, Any]) -> str:
     expected = "a label of lower-case letters, digits and _ (up to 32, a letter first)"
     name: str = matching("[a-z][a-z0-9_]{0,31}", expected)(value, found)
@@ -184,7 +195,7 @@ class CpuConfig(Section, frozen=True):
     ]
     extent_bytes: Annotated[int, Setting(_extent(8, round), "auto")]
     numa: Annotated[int | None, Setting(whole_number(0, NODE_MAX))]
-    policy: Annotated[str, Setting(choice("segmented", "lru"), "segmented")]
+    policy: Annotated[str, Setting(read_policy, "segmented")]
 
 
 class EngineConfig(Section, frozen=True):

@@ -96,6 +96,8 @@ TABLE = (
          "Time that workers spent copying, by direction.", ("namespace", "direction"), WAYS),
     Spec("kvstore_evicted_blocks", "counter",
          "Blocks removed from CPU memory, by reason.", ("namespace", "reason"), EVICTIONS),
+    Spec("kvstore_policy_bugs", "counter",
+         "Policies of others that failed; memory goes on by least recent use."),
     Spec("kvstore_tier_blocks", "counter",
          "Blocks copied to, read from or removed from a lower tier, by event.",
          ("namespace", "tier", "event")),

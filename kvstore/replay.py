@@ -24,6 +24,7 @@ from kvstore.core.eviction import LRU
 from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
 from kvstore.core.leases import NEVER_NS, Generations
 from kvstore.core.manager import Manager
+from kvstore.core.policy import MakePolicy
 from kvstore.core.segmented import GHOSTS
 from kvstore.core.tiering import Found, Tiering
 from kvstore.core.types import (
@@ -195,14 +196,20 @@ def budget_of(text: str, trace: Trace, block_bytes: int | None) -> WriteBudget:
     return WriteBudget(blocks, max(1, trace.ns)) if "%" in text else WriteBudget(blocks)
 
 
+def _policy_failed(verb: str, why: BaseException) -> None:
+    raise ConfigError(f"the policy failed in {verb}: {type(why).__name__}: {why}") from why
+
+
 class _Memory:
     """A manager over slots without memory."""
 
-    def __init__(self, blocks: int, policy: str = LRU) -> None:
+    def __init__(self, blocks: int, policy: str | MakePolicy = LRU) -> None:
         generations = Generations()
         generations.add(memoryview(bytearray(4 * blocks)).cast("I"))
         left = Ghosts(memoryview(bytearray(ENTRY_BYTES << (GHOSTS * blocks).bit_length())))
-        self.manager = Manager((GroupRule(),), generations, left, policy=policy)
+        self.manager = Manager(
+            (GroupRule(),), generations, left, policy=policy, failed=_policy_failed
+        )
         self.manager.slots.add([Slot(slot) for slot in range(blocks)])
 
     def store(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> int:
@@ -294,7 +301,11 @@ class _Store:
     """What a store has of one model: memory, and a disk if it has one."""
 
     def __init__(
-        self, memory_blocks: int, disk_blocks: int | None, policy: str, budget: WriteBudget | None
+        self,
+        memory_blocks: int,
+        disk_blocks: int | None,
+        policy: str | MakePolicy,
+        budget: WriteBudget | None,
     ) -> None:
         self._memory = _Memory(memory_blocks, policy)
         self._disk = None if disk_blocks is None else _Disk(disk_blocks)
@@ -338,7 +349,7 @@ def replay(
     disk_blocks: int | None = None,
     block_tokens: int = 512,
     watch: Callable[[float], object] = lambda _: None,
-    policy: str = LRU,
+    policy: str | MakePolicy = LRU,
     budget: WriteBudget | None = None,
 ) -> Replayed:
     """Replay a trace. watch(share): so much of it is done. policy: of memory.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvstore.arguments import count, price, print_json, seconds
 from kvstore.core.errors import ConfigError
+from kvstore.core.policy import MakePolicy
 
 BLOCK_TOKENS = 512  # of Mooncake's traces
 BLOCK_TOKENS_MAX = 1 << 20
@@ -51,8 +52,8 @@ def add_replay(add: Add) -> None:
         " day, or bytes; what is used or stored again is written beyond it (default: no limit)"
     )
     replay.add_argument("--write-budget", help=text)
-    text = "which block leaves memory next (default: segmented, as in a store)"
-    replay.add_argument("--policy", choices=["segmented", "lru"], default="segmented", help=text)
+    text = "which block leaves memory next: segmented, lru or a dotted name (default: segmented)"
+    replay.add_argument("--policy", default="segmented", metavar="NAME", help=text)
     text = "of a block, as `kvstore size` says"
     replay.add_argument("--block-bytes", help=f'bytes {text}, such as "2MiB"')
     tokens = f"tokens of a block of the trace (default: {BLOCK_TOKENS})"
@@ -104,6 +105,16 @@ def _record(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _policy(name: str) -> str | MakePolicy:
+    from kvstore.config import read_policy
+    from kvstore.store.plugin_policy import find_policy
+
+    try:
+        return find_policy(read_policy(name, {}))
+    except ConfigError as exc:
+        raise ConfigError(f"--policy: {exc}") from exc
+
+
 def _replay(chosen: argparse.Namespace) -> int:
     from kvstore.gc_tuning import collect_young_only
     from kvstore.printing import output, share, table
@@ -126,7 +137,7 @@ def _replay(chosen: argparse.Namespace) -> int:
         text = f"{trace.blocks:,} blocks"
         found = replay(
             trace, memory, disk, chosen.block_tokens, lambda part: tell(part, text),
-            chosen.policy, budget,
+            _policy(chosen.policy), budget,
         )  # fmt: skip
     if chosen.json:
         print_json(found)

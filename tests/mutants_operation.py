@@ -169,6 +169,22 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("tiering -k budget", "if again or seen(key) is not None", "if seen(key) is not None"),
         ("late_writes", "if self.full:\n            for key", "if False:\n            for key"),
     ),
+    "kvstore/core/policy.py": (
+        ("policies -k Q66_a_wrong", "or chosen not in self._entered", "or False"),
+        ("policies -k NewestFirst", "if not evictable(chosen):", "if False:"),
+        ("policies -k Q66_memory", "            self._off(verb, exc)", "            pass"),
+        ("policies -k Q66_memory", "yield from self._lru.victims(wanted=wanted)"),
+        (
+            "policies -k NewestFirst",
+            "yield chosen\n            self.freed(chosen.parent)",
+            "yield chosen",
+        ),
+        ("policies -k PluginMachine", "self._lru.remove(chosen)"),
+    ),
+    "kvstore/store/plugin_policy.py": (
+        ("policies -k Q66_a_wrong_policy", "        found(lambda: 1)", "        pass"),
+        ("policies -k Q66_a_store", "        count()", "        pass"),
+    ),
     "kvstore/core/late_writes.py": (
         ("late_writes", "self._blocks.pop(key, None)"),
         ("late_writes", "self._most = min(self._most, limit)"),

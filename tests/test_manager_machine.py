@@ -21,6 +21,7 @@ from kvstore.core.index import Entry, Node, State
 from kvstore.core.leases import Lease
 from kvstore.core.lookup import Answer, common_hit
 from kvstore.core.manager import Manager
+from kvstore.core.policy import PluginOrder
 from kvstore.core.segmented import SEGMENTED, SegmentedLRU
 from kvstore.core.tenants import Share, TenantOrder
 from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult, Slot, StoreOutcome, tag_of
@@ -295,6 +296,9 @@ class ManagerMachine(RuleBasedStateMachine):
         if isinstance(policy, SegmentedLRU):
             self._check_kept(policy)
             orders += policy._new, policy._kept
+        elif isinstance(policy, PluginOrder):
+            orders.append(policy._lru)
+            assert policy._entered <= set(self.manager.index)
         else:
             orders.append(policy)
         listed = set()

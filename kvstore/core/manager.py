@@ -37,9 +37,10 @@ from kvstore.core.ghosts import Ghosts
 from kvstore.core.index import Entry, Index, Node, Path, State
 from kvstore.core.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
 from kvstore.core.lookup import Answer, Below, common_hit
+from kvstore.core.policy import MakePolicy, PluginOrder
 from kvstore.core.segmented import SEGMENTED, SegmentedLRU
 from kvstore.core.slots import Slots
-from kvstore.core.tenants import Share, TenantOrder
+from kvstore.core.tenants import Rest, Share, TenantOrder
 from kvstore.core.types import BlockKey, Chain, Changes, GroupRule, LeaseId, Slot, StoreOutcome
 
 _WRITING, _COMING, _READY, _DROPPED = State  # a member of an enum takes 0.1 us to read
@@ -60,13 +61,14 @@ class Manager:
         generations: Generations,
         ghosts: Ghosts | None = None,
         aged: Callable[[int, int, int], object] = lambda *_: None,
-        policy: str = LRU,
+        policy: str | MakePolicy = LRU,
+        failed: Callable[[str, BaseException], None] = lambda *_: None,
     ) -> None:
         """generations: has a counter for every slot added; the caller sees to that.
 
         ghosts: of blocks that were evicted. aged(idle_s, age_s, count): blocks are evicted that
         were last used and stored so long ago, as far as one of them tells. policy: which block
-        leaves next.
+        leaves next. failed(call, why): a policy of others is used no more.
         """
         self.rules = tuple(rules)
         self._one_full = [rule.trailing for rule in rules] == [None]
@@ -82,9 +84,13 @@ class Manager:
         self.now_s = 0  # the caller's clock
         self.ghosts = Ghosts(memoryview(bytearray(1024))) if ghosts is None else ghosts
         self._aged = aged
-        self._policy: LeafLRU | SegmentedLRU | TenantOrder = LeafLRU()
+        self._policy: Rest | TenantOrder = LeafLRU()
         if policy == SEGMENTED:
             self._policy = SegmentedLRU(self.slots, self.ghosts)
+        elif not isinstance(policy, str):
+            self._policy = PluginOrder(
+                policy, lambda: self.slots.capacity, lambda: self.now_s, failed
+            )
 
     # Slots
 

@@ -67,7 +67,7 @@ class SegmentedLRU:
 
     @property
     def _most(self) -> float:
-        return KEPT_SHARE * (self._slots.total - len(self._slots.granted))
+        return KEPT_SHARE * self._slots.capacity
 
     def used(self, entry: Node) -> None:
         """A request used a block, and so all above it: they are kept, and it is the hottest."""

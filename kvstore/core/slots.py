@@ -75,6 +75,11 @@ class Slots:
             self.release(slot)
 
     @property
+    def capacity(self) -> int:
+        """Count the slots that are not on credit."""
+        return self.total - len(self.granted)
+
+    @property
     def used(self) -> int:
         """Count the slots that hold blocks, those being retired left out."""
         granted = len(self.granted) - len(self.granted.keys() & self.retiring)

@@ -21,6 +21,7 @@ import msgspec
 
 from kvstore.core.eviction import LeafLRU
 from kvstore.core.index import TABLE_SHIFT, TABLES, Node, State
+from kvstore.core.policy import PluginOrder
 from kvstore.core.segmented import SegmentedLRU
 from kvstore.core.types import TAG_BYTES, BlockKey
 
@@ -44,7 +45,7 @@ class Share(msgspec.Struct, eq=False):
         return self.quota_bytes is not None and self.used_bytes > self.quota_bytes
 
 
-Rest = LeafLRU | SegmentedLRU  # an order of blocks in memory is the latter, if so configured
+Rest = LeafLRU | SegmentedLRU | PluginOrder  # of blocks in memory; on disk the first
 
 
 class _Order(LeafLRU):

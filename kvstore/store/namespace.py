@@ -6,6 +6,7 @@ import mmap
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,6 +22,7 @@ from kvstore.core.tiering import Tiering
 from kvstore.core.types import Slot
 from kvstore.handover.engine_blocks import Engines
 from kvstore.metrics import WAYS, Numbers
+from kvstore.store.plugin_policy import find_policy, on_failure
 from tiers.cpu import CpuExtent
 
 if TYPE_CHECKING:
@@ -68,14 +70,21 @@ class Namespace:
         """numbers: of the store, which go on when this one is forgotten.
 
         remembered_bytes: how many evicted blocks are remembered, and when. policy: which of those
-        in memory leaves next.
+        in memory leaves next; ours, or a dotted name.
         """
         self.layout = layout
         self._numbers = numbers
         self.label = numbers.open_namespace(layout.digest)
         self.generations = Generations()
         evicted = _ghosts(remembered_bytes // layout.slot_bytes)
-        self.manager = Manager(layout.rules, self.generations, evicted, self._aged, policy)
+        self.manager = Manager(
+            layout.rules,
+            self.generations,
+            evicted,
+            self._aged,
+            find_policy(policy),
+            on_failure(policy, partial(numbers.add, "kvstore_policy_bugs")),
+        )
         self.unstored = _ghosts(0)  # blocks that were offered, and not stored
         self.curve = HitCurve()
         self.hash_bytes = 0  # of a block's hash, once an engine has asked for one

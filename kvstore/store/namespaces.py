@@ -92,9 +92,7 @@ class Namespaces(dict[str, Namespace]):
             cpu = self._config.cpu
             space = cpu.capacity_bytes + (0 if disk is None else disk.capacity_bytes)
             remembered = max(2 * space, GHOSTS * cpu.capacity_bytes)
-            made = Namespace(
-                layout, self._numbers, self._tiering, remembered, self._config.cpu.policy
-            )
+            made = Namespace(layout, self._numbers, self._tiering, remembered, cpu.policy)
             self[layout.digest] = made
             made.around_tiers = self._around_tiers(made)
         return self[layout.digest]

@@ -1,12 +1,13 @@
-"""The contract of a tier, as tests that a tier's own tests inherit.
+"""The contracts of a tier and of a policy, as tests that one's own tests inherit.
 
-docs/how-to/write-a-tier.md shows a whole tier with its test. pytest has to be installed:
-`pip install "kvstore[testing]"` brings it.
+docs/how-to/write-a-tier.md and write-a-policy.md show whole ones with their tests. pytest has to be
+installed: `pip install "kvstore[testing]"` brings it.
 """
 
 import pytest
 
-pytest.register_assert_rewrite("kvstore.testing.contract")  # failures show both values
+# Failures show both values.
+pytest.register_assert_rewrite("kvstore.testing.contract", "kvstore.testing.policy_contract")
 
 from kvstore.testing.contract import (  # noqa: E402 - after the line that has to come first
     SLOT_BYTES,
@@ -18,11 +19,13 @@ from kvstore.testing.contract import (  # noqa: E402 - after the line that has t
     finish,
     key,
 )
+from kvstore.testing.policy_contract import PolicyContract  # noqa: E402
 
 __all__ = [
     "SLOTS",
     "SLOT_BYTES",
     "ArrayMemory",
+    "PolicyContract",
     "ReadOnlyTierContract",
     "TierContract",
     "content",

@@ -127,7 +127,7 @@ class ReadOnlyTierContract:
         """Only the job's slots are the tier's."""
         self.stock(tier, memory, [1])
         self.load(tier, [1], [5])
-        others = [slot for slot in range(SLOTS) if slot != 5]  # noqa: PLR2004 - the slot above
+        others = [slot for slot in range(SLOTS) if slot != 5]
         assert all(memory.view(Slot(slot)) == bytes(SLOT_BYTES) for slot in others)
 
     def test_O5_a_lookup_changes_no_answer(self, tier: Tier, memory: SlotMemory) -> None:
@@ -152,7 +152,7 @@ class ReadOnlyTierContract:
         self.stock(tier, memory, [1, 2, 4])
         result = self.load(tier, [1, 2, 3, 4], [10, 11, 12, 13])
         assert isinstance(result.error, TierError)
-        assert result.done <= 2  # noqa: PLR2004 - block 3 is the third
+        assert result.done <= 2
         for place in range(result.done):
             assert memory.view(Slot(10 + place)) == content(1 + place)
 
