@@ -125,6 +125,18 @@ class Replayed(msgspec.Struct, frozen=True):
     written_blocks_per_lookup: float
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of a replay with one policy."""
+
+    policy: str
+    found: Replayed
+
+    @property
+    def percent(self) -> float:
+        """Return the size of memory, of the trace's unique blocks."""
+        return 100 * self.found.tiers[0].blocks / self.found.unique_blocks
+
+
 def read_trace(path: Path) -> Trace:
     """Read a trace, compressed or not. Raises ConfigError with the number of a wrong line."""
     requests: list[Request] = []

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvstore.arguments import count, price, print_json, seconds
 from kvstore.core.errors import ConfigError
 from kvstore.core.policy import MakePolicy
 
+if TYPE_CHECKING:
+    from kvstore.replay import Outcome, Replayed
+
 BLOCK_TOKENS = 512  # of Mooncake's traces
 BLOCK_TOKENS_MAX = 1 << 20
+BAR_COLUMNS = 40  # of a hit ratio of 1
 
 Add = Callable[..., argparse.ArgumentParser]
 
@@ -42,24 +50,29 @@ def add_replay(add: Add) -> None:
     replay = add(
         "replay", text, "kvstore replay trace.jsonl.gz --cpu 5% --nvme 20%",
         "kvstore replay trace.jsonl.gz --cpu 64GiB --block-bytes 2MiB --json",
+        "kvstore replay trace.jsonl.gz --cpu 1%,5%,20% --policy segmented,lru --chart curve.svg",
     )  # fmt: skip
     replay.add_argument("trace", type=Path, help="requests, a line of JSON each; may be gzipped")
     sizes = 'a part of the unique blocks such as "5%%", blocks, or bytes with --block-bytes'
-    replay.add_argument("--cpu", required=True, help=f"memory: {sizes}")
+    several = "several with commas: a row for each"
+    replay.add_argument("--cpu", required=True, help=f"memory: {sizes}; {several}")
     replay.add_argument("--nvme", help="disk, in the same way (default: none)")
     text = (
         'blocks that may be written to disk: a part of those looked up such as "16%%", or blocks a'
         " day, or bytes; what is used or stored again is written beyond it (default: no limit)"
     )
     replay.add_argument("--write-budget", help=text)
-    text = "which block leaves memory next: segmented, lru or a dotted name (default: segmented)"
+    text = "which block leaves memory next: segmented (the default), lru or a dotted name; "
+    text += several
     replay.add_argument("--policy", default="segmented", metavar="NAME", help=text)
     text = "of a block, as `kvstore size` says"
     replay.add_argument("--block-bytes", help=f'bytes {text}, such as "2MiB"')
     tokens = f"tokens of a block of the trace (default: {BLOCK_TOKENS})"
     most = count(1, BLOCK_TOKENS_MAX)
     replay.add_argument("--block-tokens", type=most, default=BLOCK_TOKENS, help=tokens)
-    replay.add_argument("--json", action="store_true", help="print one JSON object instead")
+    text = "draw hit ratios over sizes of memory into this file, .svg or .png (kvstore[charts])"
+    replay.add_argument("--chart", type=Path, help=text)
+    replay.add_argument("--json", action="store_true", help="print JSON instead")
 
 
 def _advise(chosen: argparse.Namespace) -> int:
@@ -115,33 +128,63 @@ def _policy(name: str) -> str | MakePolicy:
         raise ConfigError(f"--policy: {exc}") from exc
 
 
+def _chart(path: Path) -> Callable[[str, Sequence[Outcome]], None]:
+    """Return what draws a chart. Raises ConfigError where none can be drawn."""
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--chart: expected a name that ends with .svg or .png, found {path}")
+    try:
+        from kvstore.replay_chart import draw
+    except ImportError as exc:
+        raise ConfigError("--chart needs matplotlib: pip install 'kvstore[charts]'") from exc
+    return partial(draw, path)
+
+
 def _replay(chosen: argparse.Namespace) -> int:
     from kvstore.gc_tuning import collect_young_only
-    from kvstore.printing import output, share, table
-    from kvstore.replay import blocks_of, budget_of, read_trace, replay
+    from kvstore.printing import share
+    from kvstore.replay import Outcome, blocks_of, budget_of, read_trace, replay
     from kvstore.units import parse_bytes
 
     block_bytes = None if chosen.block_bytes is None else parse_bytes(chosen.block_bytes)
     if block_bytes == 0:
         raise ConfigError("--block-bytes: expected more than 0, found 0")
+    if chosen.write_budget is not None and chosen.nvme is None:
+        raise ConfigError("--write-budget needs --nvme, found none")
+    draw = None if chosen.chart is None else _chart(chosen.chart)
+    policies = {name: _policy(name) for name in chosen.policy.split(",")}
     trace = read_trace(chosen.trace)
-    memory = blocks_of(chosen.cpu, trace.unique, block_bytes)
+    sizes = [blocks_of(size, trace.unique, block_bytes) for size in chosen.cpu.split(",")]
     disk = None if chosen.nvme is None else blocks_of(chosen.nvme, trace.unique, block_bytes)
-    budget = None
-    if chosen.write_budget is not None:
-        if disk is None:
-            raise ConfigError("--write-budget needs --nvme, found none")
-        budget = budget_of(chosen.write_budget, trace, block_bytes)
     collect_young_only()  # a full collection walks every block
+    outcomes: list[Outcome] = []
     with share() as tell:
-        text = f"{trace.blocks:,} blocks"
-        found = replay(
-            trace, memory, disk, chosen.block_tokens, lambda part: tell(part, text),
-            _policy(chosen.policy), budget,
-        )  # fmt: skip
-    if chosen.json:
-        print_json(found)
-        return 0
+        for name, memory in ((name, size) for name in policies for size in sizes):
+            done, text = len(outcomes), f"{name}, {memory:,} of {trace.unique:,} blocks"
+
+            def watch(part: float, done: int = done, text: str = text) -> None:
+                tell((done + part) / (len(policies) * len(sizes)), text)
+
+            budget = chosen.write_budget
+            if budget is not None:
+                budget = budget_of(budget, trace, block_bytes)
+            found = replay(
+                trace, memory, disk, chosen.block_tokens, watch, policies[name], budget
+            )  # fmt: skip
+            outcomes.append(Outcome(name, found))
+    if draw is not None:
+        draw(chosen.trace.name, outcomes)
+    if len(outcomes) > 1:
+        _show_all(outcomes, as_json=chosen.json)
+    elif chosen.json:
+        print_json(outcomes[0].found)
+    else:
+        _show(outcomes[0].found)
+    return 0
+
+
+def _show(found: Replayed) -> None:
+    from kvstore.printing import output, table
+
     shown = table("tier", "blocks>", "of unique>", "hit ratio>")
     for tier in found.tiers:
         part = f"{tier.blocks / found.unique_blocks:.1%}"
@@ -152,9 +195,31 @@ def _replay(chosen: argparse.Namespace) -> int:
         f" {found.token_hit_ratio:.4f} of tokens\n"
         f"best possible with as much: {found.min_block_hit_ratio:.4f} of blocks"
     )
-    if disk is not None:
+    if len(found.tiers) > 1:
         print(f"written to disk: {found.written_blocks_per_lookup:.4f} blocks per block looked up")
-    return 0
+
+
+def _show_all(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+    """Print a row for each policy and size."""
+    from kvstore.printing import output, table
+
+    if as_json:
+        print_json([{"policy": o.policy, **msgspec.to_builtins(o.found)} for o in outcomes])
+        return
+    tiers = [f"{tier.name}>" for tier in outcomes[0].found.tiers]
+    shown = table("policy", "memory>", "of unique>", *tiers, "all>", "best possible>", "")
+    for each in outcomes:
+        found = each.found
+        ratios = [tier.block_hit_ratio for tier in found.tiers]
+        ratios += [found.block_hit_ratio, found.min_block_hit_ratio]
+        shown.add_row(
+            each.policy,
+            f"{found.tiers[0].blocks:,}",
+            f"{each.percent:.1f}%",
+            *(f"{ratio:.4f}" for ratio in ratios),
+            "█" * round(BAR_COLUMNS * found.block_hit_ratio),
+        )
+    output().print(shown)
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -244,3 +245,59 @@ def test_Q60_wrong_sizes_say_what_is_expected(size: str) -> None:
 def test_Q60_sizes_are_parts_blocks_or_bytes() -> None:
     sizes = ("5%", "12.5 %", "40", "1GiB")
     assert [blocks_of(size, 1001, 2 << 20) for size in sizes] == [50, 125, 40, 512]
+
+
+SEVERAL = ["--cpu", "2,4", "--policy", "segmented,lru"]
+
+
+def looped(folder: Path) -> Path:
+    file = folder / "trace.jsonl"
+    file.write_text("\n".join(f'{{"hash_ids": [{n % 5}]}}' for n in range(40)))
+    return file
+
+
+def test_Q60_several_sizes_and_policies_are_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(looped(tmp_path))
+    assert cli.main(["replay", file, *SEVERAL]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[:3] for row in shown[1:]] == [
+        ["segmented", "2", "40.0%"], ["segmented", "4", "80.0%"],
+        ["lru", "2", "40.0%"], ["lru", "4", "80.0%"],
+    ]  # fmt: skip
+    assert cli.main(["replay", file, *SEVERAL, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["policy"] for each in found] == ["segmented", "segmented", "lru", "lru"]
+    assert [f"{each['block_hit_ratio']:.4f}" for each in found] == [row[4] for row in shown[1:]]
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_Q60_a_chart_is_drawn(tmp_path: Path, suffix: str) -> None:
+    file, chart = str(looped(tmp_path)), tmp_path / f"chart{suffix}"
+    assert cli.main(["replay", file, *SEVERAL, "--chart", str(chart)]) == 0
+    data = chart.read_bytes()
+    if suffix == ".png":
+        assert data.startswith(b"\x89PNG")
+        return
+    for text in (b">segmented<", b">lru<", b">best possible<", b"of those looked up<", b">40 %<"):
+        assert text in data
+    chart.unlink()
+    assert cli.main(["replay", file, *SEVERAL, "--chart", str(chart)]) == 0
+    assert chart.read_bytes() == data, "the same picture each time"
+
+
+def test_Q60_what_no_chart_can_be_drawn_with_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(chart: Path) -> str:
+        assert cli.main(["replay", str(looped(tmp_path)), *SEVERAL, "--chart", str(chart)]) == 2
+        return capsys.readouterr().err
+
+    assert "expected a name that ends with .svg or .png, found" in said(tmp_path / "chart.jpg")
+    assert "cannot be written: No such file" in said(tmp_path / "none" / "chart.svg")
+    for name in list(sys.modules):
+        if name == "kvstore.replay_chart" or name.split(".")[0] == "matplotlib":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'kvstore[charts]'" in said(tmp_path / "chart.svg")
