@@ -28,7 +28,7 @@ def draw(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
     best = {o.percent: o.found.min_block_hit_ratio for o in outcomes}
     _line(axes, list(best.items()), "best possible", "k--")
     axes.set_xscale("log")
-    axes.set_xticks(sorted(best), [f"{percent:g} %" for percent in sorted(best)])
+    axes.set_xticks(sorted(best), [f"{percent:.3g} %" for percent in sorted(best)])
     axes.minorticks_off()
     axes.set_ylim(0, 1)
     axes.set_xlabel("memory, of the trace's unique blocks")

@@ -211,6 +211,11 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/core/tiering.py": (
         (
+            "load_or_compute -k clear",
+            "return None if work is None or work.cleared else work",
+            "return work",
+        ),
+        (
             "request_policy -k Q36_once",
             "self.difference_update([key for key in removed if index.get(key) is None])",
         ),

@@ -149,6 +149,21 @@ def test_O21_a_load_of_another_request_that_takes_long_is_not_waited_for() -> No
     assert len(blocks(street.hit(chain))) == 6, "it is there in 5 ms"
 
 
+def test_O21_a_load_of_before_a_clear_brings_nothing() -> None:
+    """Its blocks were stored again, and taken for coming (simulation, seed 13701)."""
+    street = Street(disk=SLOW)
+    street.measured()
+    chain = street.put(hashes(6))
+    street.live.hit(chain)
+    assert street.tiering.coming
+    street.town.store.namespaces.clear_blocks()
+    street.live.put(chain)
+    assert street.tiering.coming, "what was read before the clear is still being read"
+    found = street.hit(chain)
+    assert (blocks(found), found.missed) == ([0, 1, 2, 3, 4, 5], ("", 0))
+    assert found.sources == {}
+
+
 def test_O21_a_load_that_is_late_is_taken_for_slow() -> None:
     street = Street(disk=QUICK)
     street.measured()

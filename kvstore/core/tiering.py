@@ -262,12 +262,17 @@ class Tiering:
 
     def sources_of(self, keys: Iterable[BlockKey]) -> list[str | None]:
         """Name the tier that each block is coming from; None for those that are not coming."""
-        jobs = map(self.coming.get, keys)
+        jobs = map(self.bringing, keys)
         return [None if job is None else job.tier.name for job in jobs]
+
+    def bringing(self, key: BlockKey) -> _Open | None:
+        """Return the job that brings a block; one of before a clear does not."""
+        work = self.coming.get(key)
+        return None if work is None or work.cleared else work
 
     def coming_with(self, key: BlockKey) -> Sequence[BlockKey]:
         """Name the blocks that come together with one that is on its way up."""
-        work = self.coming.get(key)
+        work = self.bringing(key)
         return () if work is None else work.job.keys
 
     def promote(

@@ -65,9 +65,11 @@ def _arrivals(
     What hangs below a block that is on its way is on its way, too. A job that is late takes as long
     again as it has taken.
     """
-    coming = tiering.coming
-    at = bisect_left(range(limit), 1, key=lambda index: chain.key(group, index) in coming)
-    while at < limit and (work := coming.get(chain.key(group, at))) is not None:
+    bringing = tiering.bringing
+    at = bisect_left(
+        range(limit), 1, key=lambda index: bringing(chain.key(group, index)) is not None
+    )
+    while at < limit and (work := bringing(chain.key(group, at))) is not None:
         late = 0 < work.due_ns <= now_ns
         yield at, now_ns - work.began_ns if late else max(0, work.due_ns - now_ns)
         at += len(work.job.keys)
