@@ -679,6 +679,9 @@ def run(mutant: Mutant, folder: Path) -> str:
         return f"no test failed: they had not ended after {LIMIT_S} s"
     finally:
         path.write_text(text, encoding="utf-8")
+        # Python takes it for what another change of the same length made in the same second.
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+            compiled.unlink()
     if done.returncode == 1 and _FAILED.search(done.stdout):
         return ""
     last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1:]

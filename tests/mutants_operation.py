@@ -295,7 +295,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/replay.py": (
         ("replay -k Q60_the_bound", "(-following, -depth, block)", "(following, -depth, block)"),
-        ("replay -k Q60_a_disk", "tiering.used(chain, lease)"),
+        ("replay -k Q60_Q65_a_disk", "tiering.used(chain, lease)"),
         ("replay -k published", "manager.complete_load(lease.lease_id)"),
     ),
     "kvstore/store/pins.py": (

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -301,6 +302,17 @@ def test_there_are_fewer_than_twelve_dependencies_and_the_named_ones_are_there()
     assert len(names) < 12
     assert not any("vllm" in name for name in names)
     assert project["optional-dependencies"]["cuda"][0].startswith("cupy-cuda13x")
+
+
+def test_the_tests_that_have_to_notice_are_there() -> None:
+    gone = []
+    for mutant in MUTANTS:
+        paths, _, words = mutant.tests.partition(" -k ")
+        files = [ROOT / path for path in paths.split() if path.startswith("tests/")]
+        text = "".join(file.read_text(encoding="utf-8") for file in files)
+        alternatives = re.split(r" or | and | not |\s+", words.strip("'\""))
+        gone += [f"{mutant}: {word}" for word in alternatives if word and word not in text]
+    assert not gone, "\n".join(gone)
 
 
 def test_every_line_that_is_taken_out_on_purpose_is_there_once() -> None:
