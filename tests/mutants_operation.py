@@ -165,8 +165,8 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("request_policy -k Q36_blocks_kept", " and above.key not in kept_off", ""),
         ("late_writes", "self._manager.slots.total if full else 0", "self._manager.slots.total"),
         ("late_writes", "self._held.lost(len(ripe) - len(here))"),
-        ("late_writes", "if again or seen(key) is not None", "if again"),
-        ("tiering -k budget", "if again or seen(key) is not None", "if seen(key) is not None"),
+        ("late_writes", "if twice or seen(key) is not None", "if twice"),
+        ("tiering -k budget", "if twice or seen(key) is not None", "if seen(key) is not None"),
         ("late_writes", "if self.full:\n            for key", "if False:\n            for key"),
     ),
     "kvstore/core/policy.py": (

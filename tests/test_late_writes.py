@@ -13,7 +13,7 @@ from tests.test_tiering import Rig, SlowTier
 
 
 class FullTier(SlowTier):
-    """Has room, or not, as it is told."""
+    """A tier that says it is full; tests change that."""
 
     full = True
 

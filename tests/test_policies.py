@@ -91,6 +91,16 @@ class Repeats(NewestFirst):
         return super().choose() if self.last is None else self.last
 
 
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("made up")
+
+
+class ChoosesUnprintable(NewestFirst):
+    def choose(self) -> Node:
+        return Unprintable()  # type: ignore[return-value]
+
+
 class ChoosesNone(NewestFirst):
     def choose(self) -> Node:
         return None  # type: ignore[return-value]
@@ -198,7 +208,7 @@ def test_Q66_memory_goes_on_by_least_recent_use_without_a_policy_that_raises(ver
 
 
 def test_Q66_a_wrong_choice_switches_it_off_and_costs_no_block() -> None:
-    for kind in (Forgets, ChoosesNone, Repeats):
+    for kind in (Forgets, ChoosesNone, ChoosesUnprintable, Repeats):
         failures: list[BaseException] = []
         memory = Memory(kind, 30)
         memory.manager._policy._failed = lambda _, why, to=failures: to.append(why)  # type: ignore[union-attr]

@@ -73,7 +73,7 @@ class CopyQueue:
         keys = [key for key, _ in here]
         if not self.budget.left(now_ns):
             seen = self._manager.ghosts.left_s
-            keys = [key for key, again in here if again or seen(key) is not None]
+            keys = [key for key, twice in here if twice or seen(key) is not None]
             self._count("over_budget", len(here) - len(keys))
         room = max(0, self.backlog.blocks_max - len(self._queue))
         self.put(keys[:room], now_ns)

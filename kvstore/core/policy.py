@@ -1,9 +1,9 @@
 """Which block leaves memory next, by a policy of others: a class that the configuration names.
 
-A policy ranks the ends of paths: blocks that can be evicted, since nothing hangs below them in
-memory and nobody reads them. It is told which these are and what requests use, and chooses one of
-them at a time. A LeafLRU beside it knows the same ends: a policy that raises, or chooses what it
-was not given, is used no more, and memory goes on by least recent use.
+A policy ranks the ends of paths: blocks that can be evicted, since no block hangs below them in
+memory and no request reads them. The store tells it which these are and what requests use, and the
+policy chooses one at a time. A LeafLRU beside it knows the same ends: a policy that raises, or
+chooses another block, is used no more, and memory goes on by least recent use.
 """
 
 from __future__ import annotations
@@ -153,8 +153,10 @@ class PluginOrder:
         while self._policy is not None and self._entered and skipped < SKIPS_MAX:
             chosen = self._call("choose")
             if not isinstance(chosen, Node) or chosen not in self._entered:
-                expected = "expected a block that has entered and not left"
-                self._refuse(f"{expected}, found {chosen!r:.100}")
+                if self._policy is not None:  # else it has raised
+                    found = type(chosen).__name__  # its repr is a plug-in's code, too
+                    expected = "expected a block that has entered and not left"
+                    self._off("choose", ValueError(f"{expected}, found another {found}"))
                 break
             self._leave(chosen)
             if not evictable(chosen):  # it is being copied; freed() will tell
@@ -165,7 +167,3 @@ class PluginOrder:
             self.freed(chosen.parent)
         if self._policy is None:
             yield from self._lru.victims(wanted=wanted)
-
-    def _refuse(self, why: str) -> None:
-        if self._policy is not None:
-            self._off("choose", ValueError(why))

@@ -56,7 +56,7 @@ class Memory:
         return here
 
     def lease(self, chain: Chain) -> Lease | None:
-        """Use what is there of a prompt; it stays until complete_load()."""
+        """Lease the stored blocks of a prompt; they stay until complete_load()."""
         here = self.manager.lookup(chain, chain.blocks).blocks
         return self.manager.prepare_load(chain, here, 1, 1 << 60) if here else None
 
