@@ -445,6 +445,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/core/slots.py": (("manager -k O20_each_grant", "self.generations.grow(found, 1)"),),
     "kvstore/core/leases.py": (
         (
+            "tiers -k O20_a_hit_does_not",
+            "return self.blocks - self.blocks_of(PINS)",
+            "return self.blocks",
+        ),
+        (
             "manager -k O20_a_leased_block",
             "for entry in pinned:\n            entry.pins += 1",
             "pass",
@@ -455,6 +460,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("lookup -k O3", ".blocks, pending=coming.blocks > answer.blocks", ".blocks, pending=True"),
     ),
     "kvstore/core/tiering.py": (
+        (
+            "tiers -k O20_a_hit_longer",
+            "if whole and 0 < needed - len(slots) <= self._manager.leases.by_engines:",
+            "if whole and 0 < needed - len(slots):",
+        ),
         (
             "tiering tiers",
             "if tier.lookup(queue.first.key) is LookupResult.RETRY:\n                return",

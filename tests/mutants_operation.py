@@ -320,6 +320,11 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/store/lookups.py": (
         (
+            "tiers -k O20_a_hit_waits",
+            "promote, whole = namespace.tiering.promote, ask.direct is None",
+            "promote, whole = namespace.tiering.promote, False",
+        ),
+        (
             "load_or_compute -k O21_a_load_of_another",
             "limit = found.end if found.there else chain.blocks",
             "limit = chain.blocks",

@@ -13,9 +13,10 @@ import pytest
 
 from kvstore import config
 from kvstore.core.errors import TierFull
+from kvstore.core.leases import NEVER_NS, PINS
 from kvstore.core.tier import SlotMemory, Tier, TierContext
 from kvstore.core.tiering import Tiering
-from kvstore.core.types import BlockKey, JobKind, JobResult, LookupResult, Slot
+from kvstore.core.types import BlockKey, Chain, JobKind, JobResult, LookupResult, Slot
 from kvstore.testing import (
     SLOT_BYTES,
     ArrayMemory,
@@ -339,6 +340,45 @@ def test_O20_what_an_engine_may_not_lease_now_is_not_read_either() -> None:
     assert not town.store.busy
     town.settle(live)
     assert live.granted[ask].capped
+
+
+def test_O20_a_hit_waits_for_memory_that_other_requests_lease() -> None:
+    town, live, chain = shelved(12, leased="100%")
+    other, long = town.attach("another", credit_slots=2), hashes(20, "long")
+    live.put(long)
+    held = other.hit(long)
+    assert held.lease
+    (namespace,) = town.store.namespaces.values()
+    for _ in range(2):
+        ask = live.ask(chain)
+        town.settle(live)
+        assert live.granted[ask].capped, "28 slots, of which 20 are leased"
+        assert not namespace.tiering.coming, "nothing is read for an answer that is not given"
+    other.step(release=(held.lease,))
+    town.settle(other)
+    assert blocks(live.hit(chain)) == [*range(12)]
+
+
+def test_O20_a_hit_does_not_wait_for_memory_that_stays_pinned() -> None:
+    town, live, chain = shelved(12, leased="100%")
+    long = hashes(20, "long")
+    live.put(long)
+    (namespace,) = town.store.namespaces.values()
+    packed = Chain(b"".join(long), len(long[0]), 1, b"")
+    assert namespace.manager.prepare_load(packed, 20, PINS, NEVER_NS)
+    found = live.hit(chain)
+    assert not found.capped
+    assert 0 < len(blocks(found)) < 12
+
+
+def test_O20_a_hit_longer_than_memory_does_not_wait_for_the_few_that_are_leased() -> None:
+    town, live, chain = shelved(40, leased="100%")
+    other = town.attach("another", credit_slots=2)
+    live.put(hashes(2, "brief"))
+    assert other.hit(hashes(2, "brief")).lease
+    found = live.hit(chain)
+    assert not found.capped
+    assert 20 < len(blocks(found)) < 40
 
 
 def test_a_tier_that_does_not_know_yet_is_waited_for_as_long_as_for_a_promotion() -> None:

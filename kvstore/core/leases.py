@@ -117,6 +117,11 @@ class LeaseBook:
         """Count the blocks that all leases pin, repeats included."""
         return sum(self._blocks.values())
 
+    @property
+    def by_engines(self) -> int:
+        """Count those of them that an engine's request is to load: they end soon."""
+        return self.blocks - self.blocks_of(PINS)
+
     def blocks_of(self, owner: int) -> int:
         """Count the blocks that an owner's leases pin, repeats included."""
         return self._blocks.get(owner, 0)

@@ -283,11 +283,13 @@ class Tiering:
         now_ns: int = 0,
         *,
         off_disk: bool = False,
-    ) -> None:
+        whole: bool = False,
+    ) -> bool:
         """Start reading what a hit of the first `blocks` blocks lacks in memory.
 
         found: in ascending order. off_disk: none of it is copied down. Slots are granted as far as
-        they go; what finds none stays where it is.
+        they go; what finds none stays where it is. whole: while engines lease at least as many as
+        it lacks, nothing is started and the answer is False.
         """
         self._now_ns = max(self._now_ns, now_ns)
         wanted: dict[Tier, tuple[list[BlockKey], list[BlockKey | None]]] = {}
@@ -310,19 +312,26 @@ class Tiering:
                 all_keys, all_above = wanted.setdefault(run.tier, ([], []))
                 all_keys += keys
                 all_above += above
+        needed = sum(len(keys) for keys, _ in wanted.values())
+        slots = self._manager.prepare_store(needed, wanted=True)
+        if whole and 0 < needed - len(slots) <= self._manager.leases.by_engines:
+            self._manager.give_back(slots)
+            return False
         for tier, (keys, above) in wanted.items():
-            self._load(tier, keys, above, off_disk=off_disk)
+            self._load(tier, keys, above, slots[: len(keys)], off_disk=off_disk)
+            slots = slots[len(keys) :]
+        return True
 
     def _load(
         self,
         tier: Tier,
         keys: Sequence[BlockKey],
         parents: Sequence[BlockKey | None],
+        slots: Sequence[Slot],
         *,
         off_disk: bool,
     ) -> None:
         """Read blocks into slots; the first job is under way before the next one is made."""
-        slots = self._manager.prepare_store(len(keys), wanted=True)
         for first in range(0, len(slots), self.load_blocks):
             piece = slice(first, min(first + self.load_blocks, len(slots)))
             began = self._manager.begin_promotions(keys[piece], parents[piece], slots[piece])

@@ -274,14 +274,17 @@ class Lookups:
         return _Hit(answer.blocks, answer.pending, used)
 
     def _fetch(self, ask: Ask, pinned: int, found: _Hit, now_ns: int) -> bool:
-        """Start reading what lower tiers have of the answer; False if it could not be leased."""
+        """Start reading what lower tiers have of the answer; False if it cannot be leased now."""
         namespace, chain, blocks = ask.namespace, ask.chain, found.blocks
         if found.below:
             needs = sum(blocks - chain.first_of(rule, blocks) for rule in namespace.layout.rules)
             if ask.direct is None and self._too_many(namespace, pinned, needs):
                 return False
-            promote = namespace.tiering.promote
-            promote(chain, blocks, found.below, now_ns, off_disk=ask.off_disk)
+            promote, whole = namespace.tiering.promote, ask.direct is None
+            if not promote(
+                chain, blocks, found.below, now_ns, off_disk=ask.off_disk, whole=whole
+            ):
+                return False
         if found.slow is not None:
             measure(namespace, chain, found.slow, now_ns)
         return True

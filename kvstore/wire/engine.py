@@ -323,7 +323,8 @@ class Granted(msgspec.Struct, frozen=True, array_like=True):
     """The answer to a lookup. lease 0: nothing is present. Valid for lease_ms from the asking.
 
     sources: tiers by name -> how many of the blocks are being read from there.
-    capped: the engine's leases are at their limit; ask again when some have ended.
+    capped: the engine's leases are at their limit, or leases have the memory that this takes: ask
+    again when some have ended.
     kept: how many leading blocks the store has itself by then; None: all of them.
     missed: why the hit ends where it does (MISSES), "" for at the end, and up to which block.
     """

@@ -13,6 +13,7 @@ from tests.bench.store import StoreProcess
 from tests.engine.identity import assert_same
 from tests.engine.support import (
     CAPACITY,
+    ENGINE_BLOCK,
     TOKENS_OUT,
     attach,
     eventually,
@@ -20,6 +21,7 @@ from tests.engine.support import (
     grown,
     is_attached,
     numbers,
+    only_long,
     private_store_of,
     servable,
     settled,
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.vllm
 EXTERNAL = "external_prefix_cache_hits"
 FROM_DISK = "prompt_tokens_cached_by_source{source=disk}"
 STORED = "kvstore_tier_blocks{nvme,stored}"
+LOADED = "kvstore_tier_blocks{nvme,loaded}"
 
 
 def unique(count: int = 6) -> list[Request]:
@@ -88,3 +91,28 @@ def test_hits_come_from_disk_after_a_restart_of_an_engine_with_a_private_store(
     eventually(lambda: gone(store), within_s=600)
     with Engine(model(name), connector=connector) as engine:
         assert_all_from_disk(engine, requests, reference)
+
+
+@pytest.mark.parametrize("leased", [only_long("25%"), "90%"])
+def test_O20_a_queue_of_prompts_longer_than_memory_reads_each_block_once(
+    leased: str, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """What waits in the engine's queue pushes nothing out of memory that is to be loaded sooner."""
+    requests = [Request(id=f"q{i}", tokens=prompt(78_000 + i, 1001)) for i in range(24)]
+    settings = (
+        f'\n[nvme]\npath = "{tmp_path / "kv"}"\ncapacity = "256MiB"\n'
+        f'[engine]\npromote = "60s"\nleased = "{leased}"\n'
+    )
+    with (
+        StoreProcess(tmp_path, "16MiB", settings) as store,  # eight prompts
+        Engine(model("llama_s"), connector=attach(store)) as engine,
+    ):
+        reference = one_by_one(engine, requests)
+        forget(engine)
+        settled(lambda: numbers(store.address).get(STORED, 0))
+        before = engine.metrics()
+        got = engine.run(requests, max_tokens=TOKENS_OUT)
+        assert_same(reference, got)
+        expected = sum(servable(len(request.tokens)) for request in requests)
+        assert grown(engine, before, EXTERNAL) == expected
+        assert numbers(store.address)[LOADED] <= expected // ENGINE_BLOCK
