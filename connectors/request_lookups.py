@@ -8,6 +8,7 @@ a later step. A request that was deferred for too long is computed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from heapq import heappop, heappush
 from itertools import dropwhile
 
 from connectors.compute_pace import ComputePace
@@ -29,43 +30,71 @@ FAILURES_MAX = 2  # after a failed load other copies are tried once, then it is 
 
 
 class LeaseQueue:
-    """The earliest request that was capped, as long as the engine tries to admit it.
+    """The requests that found blocks and got no lease, since the leases are at their cap.
 
-    It gets the next lease when an engine's leases are at their cap. Lookups of later requests may
-    be on their way already. They would be answered before the lookup that the earliest request
-    repeats, and take the room that was made for it, again and again. So a later request that was
-    capped does not ask until the earliest one has its lease.
+    They ask again in the order of their arrival, one at a time. Lookups of later requests may be on
+    their way already. They would be answered before the lookup that the earliest request repeats,
+    and take the room that was made for it, again and again.
+
+    A queue can be long. So its requests do not wait for a certain time each, but as long as now and
+    then one of them has its lease.
     """
 
     def __init__(self) -> None:
-        self._first: TrackedRequest | None = None
-        self._seen = False
+        self._waiting: list[tuple[int, TrackedRequest]] = []  # a heap; some wait no more
+        self._waited = self._first_tried = False  # in this step
+        self._stuck_ns: int | None = None  # since when they are tried, and none has had its lease
+
+    @property
+    def first(self) -> TrackedRequest | None:
+        """The earliest request, which is to have the next lease."""
+        while self._waiting and not self._waiting[0][1].capped:
+            heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
 
     def blocks(self, tracked: TrackedRequest) -> bool:
         """Return True if a request has to wait until an earlier one has its lease."""
-        first = self._first
-        return first is not None and tracked.capped and tracked.arrival > first.arrival
+        return tracked.capped and tracked is not self.first
 
     def add(self, tracked: TrackedRequest) -> None:
-        """A request found blocks and got no lease."""
-        if self._first is None or tracked.arrival < self._first.arrival:
-            self._first, self._seen = tracked, True
+        """A request found blocks and got no lease, or gave its own back."""
+        if not tracked.capped:
+            tracked.capped = True
+            heappush(self._waiting, (tracked.arrival, tracked))
+            self.mark_tried(tracked)
 
-    def mark_seen(self, tracked: TrackedRequest) -> None:
+    def mark_tried(self, tracked: TrackedRequest) -> None:
         """The engine tries to admit a request in this step."""
-        self._seen |= tracked is self._first
+        self._first_tried |= tracked is self.first
+
+    def stuck_ns(self, now_ns: int) -> int:
+        """A request of the queue has to wait; return since when they have, and all in vain.
+
+        That is without a lease for any of them, and without a step in which none had to wait.
+        """
+        self._waited = True
+        if self._stuck_ns is None:
+            self._stuck_ns = now_ns
+        return self._stuck_ns
+
+    def moved(self, tracked: TrackedRequest) -> None:
+        """A request has its answer."""
+        if tracked.capped:
+            self._stuck_ns, self._first_tried = None, True
+        self.remove(tracked)
 
     def remove(self, tracked: TrackedRequest) -> None:
-        """A request has its lease, or needs none any more."""
+        """A request needs no lease any more, or has it."""
         tracked.capped = False
-        if tracked is self._first:
-            self._first = None
 
     def next_step(self) -> None:
         """End a step: a first request that the engine did not try to admit blocks no other."""
-        if not self._seen:
-            self._first = None
-        self._seen = False
+        first = self.first
+        if not self._waited:
+            self._stuck_ns = None
+        elif not self._first_tried and first is not None:
+            self.remove(first)
+        self._waited = self._first_tried = False
 
 
 class RequestLookups:
@@ -170,7 +199,7 @@ class RequestLookups:
         if grant.capped:
             self._make_room(tracked)
             return None
-        self.queue.remove(tracked)
+        self.queue.moved(tracked)
         return grant
 
     def _wait(self, tracked: TrackedRequest, *, idle: bool) -> None:
@@ -193,14 +222,17 @@ class RequestLookups:
             self._timeouts = 0 if found else self._timeouts + 1
 
     def _make_room(self, tracked: TrackedRequest) -> None:
-        """Leases are at their cap: release those of requests that arrived later."""
+        """Leases are at their cap: release those of requests that arrived later than the first."""
         self.queue.add(tracked)
+        self.drop(tracked)
+        if self.queue.blocks(tracked):
+            return
         later = dropwhile(lambda other: other is not tracked, self._requests.values())
         for other in later:
             grant = self._client.grant(other.ask)
-            if grant is not None and (grant.lease or other is tracked):
+            if grant is not None and grant.lease:
                 self.drop(other)
-                other.capped = True
+                self.queue.add(other)
         self.ask(tracked)
 
     def is_waiting(self, tracked: TrackedRequest) -> bool:
@@ -215,7 +247,8 @@ class RequestLookups:
             self._client.count("deferred")
         limit_ns = ANSWER_LIMIT_NS + self._client.defer_ms * 1_000_000
         silent = self._client.unanswered_ns(tracked.ask) > limit_ns
-        if silent or now - tracked.deferred_ns > max(LOADING_LIMIT_NS, limit_ns):
+        since_ns = self.queue.stuck_ns(now) if tracked.capped else tracked.deferred_ns
+        if silent or now - since_ns > max(LOADING_LIMIT_NS, limit_ns):
             self._client.count("timed_out")
             tracked.gave_up = "lease_limit" if tracked.capped else "too_late"
             self.drop(tracked)

@@ -169,7 +169,7 @@ class SchedulerHalf:
             return 0, False
         tracked.local = computed
         tracked.in_step = False
-        self._lookups.queue.mark_seen(tracked)
+        self._lookups.queue.mark_tried(tracked)
         tokens = self._loadable(tracked, computed)
         if tokens is not None:
             tracked.deferred_ns = None

@@ -637,6 +637,22 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("scheduler_half -k O20", "if self._client.clock() >= grant.until_ns:"),
         ("lease_queue", "self.queue.add(tracked)"),
         (
+            "lease_queue -k one_at_a_time",
+            "return tracked.capped and tracked is not self.first",
+            "return False",
+        ),
+        (
+            "lease_queue -k as_long_as_it_moves",
+            "self._stuck_ns, self._first_tried = None, True",
+            "pass",
+        ),
+        ("lease_queue -k admits_nobody", "if not self._waited:"),
+        (
+            "lease_queue -k as_long_as_it_moves",
+            "self.queue.stuck_ns(now) if tracked.capped else tracked.deferred_ns",
+            "tracked.deferred_ns",
+        ),
+        (
             "scheduler_offers -k keeps_no_copy",
             "tracked.ask, tracked.query = 0, NO_QUERY",
             "tracked.ask = 0",

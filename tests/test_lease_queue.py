@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.request_lookups import LOADING_LIMIT_NS
+from connectors.request_lookups import LOADING_LIMIT_NS, LeaseQueue
+from connectors.request_state import TrackedRequest
 from tests.harness.script import Request, Script
 
 
@@ -54,16 +55,11 @@ def test_O20_whoever_has_not_asked_yet_may() -> None:
     assert len(script.lookups()) == 1
 
 
-@pytest.mark.parametrize("how", ["ended", "given up", "out of reach", "admitted"])
+@pytest.mark.parametrize("how", ["ended", "out of reach", "admitted"])
 def test_O20_nobody_waits_for_one_that_wants_no_lease_any_more(how: str) -> None:
-    script, first, last, asked = at_the_cap()
+    script, _, last, _ = at_the_cap()
     if how == "ended":
         script.half.request_finished("a", ())
-    elif how == "given up":
-        script.now_ns += LOADING_LIMIT_NS + 1
-        script.answer(asked, capped=True)
-        script.half._requests["a"].deferred_ns = 0
-        assert script.matched(first) == (0, False)
     elif how == "admitted":
         script.half.update_state_after_alloc("a", (), 0)
     else:
@@ -89,3 +85,81 @@ def test_O20_an_earlier_one_is_first_though_a_later_one_was_short_of_room_before
     script.answer(again.ask, capped=True)
     assert script.matched(last) == (None, False)
     assert script.lookups() == []
+
+
+def in_line(count: int) -> tuple[Script, list[Request]]:
+    """So many requests, none of which got a lease."""
+    script, requests = Script(), [Request(str(n), 33, str(n)) for n in range(count)]
+    for request in requests:
+        script.arrive(request, capped=True)
+    return script, requests
+
+
+def tried(script: Script, requests: list[Request]) -> list[tuple[int | None, bool]]:
+    """One step of the engine, in which it tries to admit all of them."""
+    answers = [script.matched(request) for request in requests]
+    script.step()
+    return answers
+
+
+def test_O20_those_in_line_ask_one_at_a_time() -> None:
+    script, requests = in_line(5)
+    tried(script, requests)
+    for number in range(5):
+        (again,) = script.lookups()
+        script.answer(again.ask, capped=True)
+        tried(script, requests[number:])
+        (again,) = script.lookups()
+        script.answer(again.ask, [0, 1])
+        assert tried(script, requests[number:])[0] == (32, True)
+        script.half.update_state_after_alloc(str(number), (), 0)
+
+
+def test_O8_O20_a_line_is_waited_in_as_long_as_it_moves() -> None:
+    """Four hundred prompts on disk: those whose turn came after five seconds were computed."""
+    script, requests = in_line(5)
+    tried(script, requests)
+    for number in range(4):
+        script.now_ns += LOADING_LIMIT_NS * 2 // 3
+        (again,) = script.lookups()
+        script.answer(again.ask, [0, 1])
+        expected = [(32, True)] + [(None, False)] * (4 - number)
+        assert tried(script, requests[number:]) == expected
+        script.half.update_state_after_alloc(str(number), (), 0)
+    assert "timed_out" not in script.half.take_stats()
+
+
+def test_O8_O20_a_line_that_does_not_move_is_left() -> None:
+    script, requests = in_line(3)
+    assert tried(script, requests) == [(None, False)] * 3
+    script.now_ns += LOADING_LIMIT_NS * 2 // 3
+    (again,) = script.lookups()
+    script.answer(again.ask, capped=True)
+    assert tried(script, requests) == [(None, False)] * 3
+    script.now_ns += LOADING_LIMIT_NS // 2
+    (again,) = script.lookups()
+    script.answer(again.ask, capped=True)
+    assert tried(script, requests) == [(0, False)] * 3
+
+
+def test_O8_O20_while_the_engine_admits_nobody_no_time_passes_in_line() -> None:
+    """It has as many running as it may have; then leases are free, and nobody gave up."""
+    script, requests = in_line(3)
+    tried(script, requests)
+    (again,) = script.lookups()
+    script.answer(again.ask, capped=True)
+    script.step()
+    script.now_ns += 3 * LOADING_LIMIT_NS
+    assert tried(script, requests) == [(None, False)] * 3
+
+
+def test_O20_who_left_the_line_and_came_back_has_his_place_again() -> None:
+    line, requests = LeaseQueue(), [TrackedRequest(Request("r", 33), (), n) for n in range(3)]
+    for tracked in (*requests, requests[1]):
+        line.add(tracked)
+    line.remove(requests[1])
+    line.add(requests[1])
+    for tracked in requests:
+        assert line.first is tracked
+        line.remove(tracked)
+    assert line.first is None

@@ -281,9 +281,7 @@ class Lookups:
             if ask.direct is None and self._too_many(namespace, pinned, needs):
                 return False
             promote, whole = namespace.tiering.promote, ask.direct is None
-            if not promote(
-                chain, blocks, found.below, now_ns, off_disk=ask.off_disk, whole=whole
-            ):
+            if not promote(chain, blocks, found.below, now_ns, off_disk=ask.off_disk, whole=whole):
                 return False
         if found.slow is not None:
             measure(namespace, chain, found.slow, now_ns)
