@@ -36,6 +36,7 @@ from tests.bench import (
     nvme,
     raw_disk,
     steal,
+    waiting,
 )
 from tests.bench.clock import Clock
 from tests.bench.raw_disk import filled
@@ -415,6 +416,16 @@ def test_waits_of_sessions_are_compared_within_rounds() -> None:
     (wall,) = of(results, name="wall", system=load.NATIVE)
     assert wall.ratio == pytest.approx(0.5)
     assert wall.parameters["against"] == load.NONE
+
+
+def test_a_queues_time_is_compared_with_computing_in_the_same_round() -> None:
+    walls = {waiting.NONE: [30.0, 20.0, 10.0], waiting.DISK: [3.0, 4.0, 1.0]}
+    hits, reads = {waiting.DISK: [1.0, 0.9, 1.0]}, {waiting.DISK: [1.0, 1.0, 1.5]}
+    none, disk = waiting.results(walls, hits, reads)
+    assert (none.value, none.parameters["system"]) == (20_000, waiting.NONE)
+    assert disk.value == 3000
+    assert disk.ratio == pytest.approx(0.1)
+    assert (disk.parameters["hit_share"], disk.parameters["reads"]) == (1.0, 1.0)
 
 
 def test_an_answer_is_unlike_where_the_tokens_were_no_near_tie() -> None:

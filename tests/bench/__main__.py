@@ -32,6 +32,10 @@ BENCHES = {
     "nvme": ("tests.bench.nvme", "blocks to disk and back, against plain direct I/O"),
     "nvme-index": ("tests.bench.nvme_index", "how fast a disk's blocks are known after a start"),
     "service": ("tests.bench.service", "many engines on one store, against a bare echo server"),
+    "waiting": (
+        "tests.bench.waiting",
+        "a real vLLM engine's long queue of prompts on a disk, and on a slow one; needs vllm",
+    ),
     "vllm": ("tests.bench.ttft", "time to first token in real vLLM engines; needs vllm"),
 }
 COUNTING = ("index", "nvme-index")  # measure so many blocks
