@@ -199,6 +199,7 @@ class Served:
                 if self.count("stored_failed") > failed:  # a machine that stands still has hung
                     failed = self.count("stored_failed")
                     self.engine.put(hashes(CHAIN, name))
+                    self.get(name)  # if memory still has it, that has it written
             names.append(name)
         time.sleep(0.1)  # the window, and a commit
         return names
