@@ -436,7 +436,10 @@ def test_O23_the_connection_closes_after_the_last_copy(
 
 
 def test_O17_shutdown_leaves_no_thread_and_no_descriptor(store: LiveStore) -> None:
-    def come_and_go(text: str) -> tuple[set[threading.Thread], int]:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def come_and_go(text: str) -> set[threading.Thread]:
         rig = Rig(store.path, world=2)
         rig.attach()
         rig.put(hashes(2, text), [1, 2])
@@ -444,12 +447,12 @@ def test_O17_shutdown_leaves_no_thread_and_no_descriptor(store: LiveStore) -> No
         rig.close()
         left = set(threading.enumerate())
         eventually(lambda: not store.server._connections)
-        return left, len(list(Path("/proc/self/fd").iterdir()))
+        return left
 
-    threads, descriptors = come_and_go("a")  # the store has its memory now, in this process
-    threads_left, descriptors_left = come_and_go("b")
-    assert threads_left <= threads
-    assert descriptors_left <= descriptors
+    threads = come_and_go("a")  # the store has its memory now, in this process
+    before = descriptors()
+    assert come_and_go("b") <= threads
+    eventually(lambda: descriptors() <= before)  # the store's thread may have one for a moment
 
 
 @pytest.mark.usefixtures("slow_copies")
