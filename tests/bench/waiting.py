@@ -1,7 +1,7 @@
 """`tests.bench waiting`: a long queue of prompts whose blocks are on a disk.
 
 PROMPTS prompts are given to an engine at once, which answers SEQUENCES at a time. Their blocks are
-on disk and take 25 times the memory that the store has, of which an engine may lease a quarter. If
+on disk and take 50 times the memory that the store has, of which an engine may lease a quarter. If
 requests of the queue took memory from each other blocks would be read more than once, or not at
 all; if they waited for their turn in vain their prompts would be computed.
 
@@ -31,7 +31,7 @@ from tests.bench.store import StoreProcess, numbers
 PAIRS = 5
 MODEL = "llama_s"
 TOKEN_BYTES, BLOCK_TOKENS = 2048, 32
-PROMPTS, TOKENS, SEQUENCES = 200, 1001, 4
+PROMPTS, TOKENS, SEQUENCES = 400, 1001, 4
 BLOCKS = PROMPTS * (TOKENS // BLOCK_TOKENS)
 BLOCK_BYTES = TOKEN_BYTES * BLOCK_TOKENS
 MEMORY = 16 << 20
