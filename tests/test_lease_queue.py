@@ -143,7 +143,7 @@ def test_O8_O20_a_line_that_does_not_move_is_left() -> None:
 
 
 def test_O8_O20_while_the_engine_admits_nobody_no_time_passes_in_line() -> None:
-    """It has as many running as it may have; then leases are free, and nobody gave up."""
+    """The engine runs as many requests as it may, and tries to admit none for a long time."""
     script, requests = in_line(3)
     tried(script, requests)
     (again,) = script.lookups()
