@@ -119,7 +119,7 @@ class LeaseBook:
 
     @property
     def by_engines(self) -> int:
-        """Count those of them that an engine leases for a request: until its load, or a deadline."""
+        """Count those of them that an engine leases for a request, up to a deadline."""
         return self.blocks - self.blocks_of(PINS)
 
     def blocks_of(self, owner: int) -> int:
