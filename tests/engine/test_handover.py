@@ -299,6 +299,6 @@ def test_P7_L1_prompts_that_the_prefill_node_is_computing(pair: Pair) -> None:
     counts = fetched(found)
     assert counts.pop("gpu" if pair.prefill.direct else "prefill") > 0
     blocks = sum(len(pair.needed(count)) for count in whole)
-    assert sum(fetched(found).values()) == blocks
+    assert sum(fetched(found).values()) == blocks, found
     assert counts.keys() <= {"cpu", "prefill"}
     assert moved == blocks * BLOCK_BYTES[pair.name]
