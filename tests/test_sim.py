@@ -21,9 +21,12 @@ from tests.sim.world import STEPS, Cut
 SEEDS = 500
 # Met once or twice in these worlds, so that a small change may lose them: `make sim` has enough.
 RARE = {
+    ("clear", "disk full"),
+    ("clear", "lookup waits"),
     ("damage", "memory coming"),
     ("damage", "lookup waits"),
     ("delay", "promotion under way"),
+    ("disk fails", "lookup waits"),
     ("reset", "promotion under way"),
 }
 # What so many worlds must have met, or their promises were not put to the test.

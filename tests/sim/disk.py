@@ -39,6 +39,7 @@ class SlowTier(FaultyTier):
         self._memory = memory
         self._clock = clock
         self._slowness_ms = rng.choice((0, 20, 200))
+        self._evicts = rng.random() < 0.7  # else it refuses what does not fit
         self._loads: dict[JobId, TransferJob] = {}
         self._stores: deque[tuple[int, TransferJob]] = deque()  # with when they are written
         self._writing: set[BlockKey] = set()
@@ -50,6 +51,10 @@ class SlowTier(FaultyTier):
         self._blocks._blocks.update(kept)
         self._loading_until = self._clock() + loading_ns
         self.loading = loading_ns > 0
+
+    @property
+    def full(self) -> bool:
+        return self._evicts and len(self.kept) >= self._blocks._blocks_max
 
     @property
     def kept(self) -> dict[BlockKey, bytes]:
@@ -99,7 +104,18 @@ class SlowTier(FaultyTier):
         while self._stores and self._stores[0][0] <= now and now >= self.frozen_until:
             job = self._stores.popleft()[1]
             self._writing.difference_update(job.keys)
+            if self._evicts:
+                self._make_room(job.keys)
             super().submit(job)
+
+    def _make_room(self, keys: Sequence[BlockKey]) -> None:
+        """Evict blocks that nobody reads, any of them."""
+        new = sum(key not in self.kept for key in keys)
+        excess = len(self.kept) + new - self._blocks._blocks_max
+        if excess > 0:
+            read = {key for job in self._loads.values() for key in job.keys}
+            free = sorted(self.kept.keys() - read - set(keys))
+            self._blocks.discard(self._rng.sample(free, min(excess, len(free))))
 
     def _spoil(self, job: TransferJob) -> None:
         for slot in job.slots:

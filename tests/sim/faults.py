@@ -44,6 +44,7 @@ STATES: dict[str, Callable[[World], bool]] = {
     "copy to disk under way": lambda w: any(
         sum(n.tiering._storing.values()) for n in w.namespaces()
     ),
+    "disk full": lambda w: any(disk.full for disk in w.disks),
     "dropped block pinned": lambda w: any(n.manager.slots.lingering for n in w.namespaces()),
     "memory coming": lambda w: any(n.coming for n in w.namespaces()),
     "memory leaving": lambda w: any(

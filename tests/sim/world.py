@@ -186,7 +186,7 @@ class World:
     def _make_tiers(self, digest: str, slot_bytes: int, memory: SlotMemory) -> Sequence[Tier]:
         if not self.tiered:
             return []
-        options = {"blocks": self.rng.choice((30, 1000))}
+        options = {"blocks": self.rng.choice((12, 30, 1000))}
         blocks = MemoryTier(TierContext("nvme", digest, slot_bytes, memory, options))
         fail_ratio = 0.2 if self.faults else 0.0
         disk = SlowTier(blocks, memory, self.rng, fail_ratio, lambda: self.net.now)
