@@ -9,6 +9,7 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
+from hypothesis.stateful import invariant
 
 from kvstore import cli
 from kvstore.core.errors import ConfigError
@@ -17,6 +18,7 @@ from kvstore.core.leases import Generations
 from kvstore.core.manager import Manager
 from kvstore.core.policy import MakePolicy, PluginOrder
 from kvstore.core.types import BlockKey, Chain, GroupRule, Slot
+from kvstore.replay_policies import Arc, S3Fifo
 from kvstore.store.plugin_policy import refuse_policy
 from kvstore.testing import PolicyContract
 from kvstore.testing.policy_contract import Memory
@@ -52,6 +54,22 @@ class TestNewestFirst(PolicyContract):
     @pytest.fixture
     def policy(self) -> MakePolicy:
         return NewestFirst
+
+
+class TestArc(PolicyContract):
+    """One of those that replay compares with."""
+
+    @pytest.fixture
+    def policy(self) -> MakePolicy:
+        return Arc
+
+
+class TestS3Fifo(PolicyContract):
+    """Another one."""
+
+    @pytest.fixture
+    def policy(self) -> MakePolicy:
+        return S3Fifo
 
 
 class TestSecondChance(PolicyContract):
@@ -143,10 +161,35 @@ def test_Q66_the_contract_fails_a_policy_that_breaks_it(kind: MakePolicy) -> Non
     assert BROKEN[kind] in failed  # type: ignore[index]
 
 
+def test_Q66_a_block_that_others_are_read_below_has_left() -> None:
+    """It was told of as an end until it was chosen, and taken for gone then."""
+    made: list[NewestFirst] = []
+
+    def make(blocks: Callable[[], int]) -> NewestFirst:
+        made.append(NewestFirst(blocks))
+        return made[-1]
+
+    memory = Memory(make, 8)
+    manager, chain = memory.manager, memory.chain(1, 2, 3, 4)
+    memory.store(memory.chain(1, 2))
+    keys = chain.keys_at(0, range(2, 4))
+    slots = manager.prepare_store(2)
+    assert manager.begin_promotions(keys, [chain.key(0, 1), keys[0]], slots) == [0, 1]
+    assert [block.key for block in made[0].blocks] == []
+    manager.complete_promotions(slots, 2)
+    assert [block.key for block in made[0].blocks] == [keys[1]]
+
+
 class PluginMachine(ManagerMachine):
     """Every order of calls of a manager, with a policy of others."""
 
     policy = NewestFirst  # type: ignore[assignment]
+
+    @invariant()
+    def what_has_entered_has_no_children(self) -> None:
+        order = self.manager._policy
+        if isinstance(order, PluginOrder):
+            assert not any(block.children for block in order._entered)
 
     def teardown(self) -> None:
         order = self.manager._policy

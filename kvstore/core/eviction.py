@@ -104,6 +104,9 @@ class LeafLRU:
             self.remove(above)
         self.heat(entry)
 
+    def covered(self, entry: Node | None) -> None:
+        """A block has a child from now on; it is found so when its turn comes."""
+
     def freed(self, entry: Node | None) -> None:
         """A block lost its last child or pin: it re-enters at the cold end if it left the order.
 

@@ -170,7 +170,10 @@ class Manager:
         """Note that a granted slot is being written; lookups of key are pending from now."""
         if slot not in self.slots.granted:
             raise InvariantBroken("a store into a slot that was not granted")
-        self.slots.granted[slot] = self.index.enter(key, parent, slot) or (key, parent)
+        entry = self.index.enter(key, parent, slot)
+        self.slots.granted[slot] = entry or (key, parent)
+        if entry is not None:
+            self._policy.covered(entry.parent)
 
     def complete_store(self, slot: Slot, *, ok: bool) -> StoreOutcome:
         """End a write: the first complete copy of a key wins, other slots go back."""
@@ -240,7 +243,7 @@ class Manager:
         for at, (key, parent, slot) in enumerate(zip(keys, parents, slots, strict=True)):
             if slot not in granted:
                 raise InvariantBroken("a promotion into a slot that was not granted")
-            above = None
+            above, before = None, entry
             if parent is not None:
                 above = entry
                 if entry is None or entry.key is not parent:  # else it follows, as in a chain
@@ -251,6 +254,8 @@ class Manager:
             if entry is not None:
                 granted[slot] = entry
                 began.append(at)
+                if above is not before:
+                    self._policy.covered(above)
         return began
 
     def complete_promotions(self, slots: Sequence[Slot], done: int) -> list[StoreOutcome]:

@@ -114,6 +114,10 @@ class PluginOrder:
         """A request used a block until now."""
         self.used(entry)
 
+    def covered(self, entry: Node | None) -> None:
+        """A block has a child from now on."""
+        self._sync(entry)
+
     def freed(self, entry: Node | None) -> None:
         """A block lost its last child or pin."""
         self._lru.freed(entry)

@@ -97,6 +97,9 @@ class SegmentedLRU:
         """Its last pin is gone, which says nothing of its use."""
         (self._kept if entry.kept else self._new).heat(entry)
 
+    def covered(self, entry: Node | None) -> None:
+        """A block has a child from now on; it is found so when its turn comes."""
+
     def freed(self, entry: Node | None) -> None:
         """A block lost its last child or pin: it re-enters at the cold end if it left the order."""
         if entry is None or entry.next is not None:

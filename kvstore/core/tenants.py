@@ -167,6 +167,11 @@ class TenantOrder:
             for order in (self._rest, *self._orders.values()):
                 order.mark(self._epoch)
 
+    def covered(self, entry: Node | None) -> None:
+        """A block has a child from now on."""
+        if entry is not None:
+            self._of(entry).covered(entry)
+
     def freed(self, entry: Node | None) -> None:
         """A block lost its last child or pin."""
         if entry is not None:
