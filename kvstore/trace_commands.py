@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 512  # of Mooncake's traces
 BLOCK_TOKENS_MAX = 1 << 20
+COMPARED = {
+    "arc": "kvstore.replay_policies:Arc",
+    "s3-fifo": "kvstore.replay_policies:S3Fifo",
+}
+"""Policies of replay only."""
 BAR_COLUMNS = 40  # of a hit ratio of 1
 
 Add = Callable[..., argparse.ArgumentParser]
@@ -62,7 +67,8 @@ def add_replay(add: Add) -> None:
         " day, or bytes; what is used or stored again is written beyond it (default: no limit)"
     )
     replay.add_argument("--write-budget", help=text)
-    text = "which block leaves memory next: segmented (the default), lru or a dotted name; "
+    text = "which block leaves memory next: segmented (the default), lru, a dotted name, or, to "
+    text += "compare with, arc and s3-fifo; "
     text += several
     replay.add_argument("--policy", default="segmented", metavar="NAME", help=text)
     text = "of a block, as `kvstore size` says"
@@ -123,7 +129,7 @@ def _policy(name: str) -> str | MakePolicy:
     from kvstore.store.plugin_policy import find_policy
 
     try:
-        return find_policy(read_policy(name, {}))
+        return find_policy(read_policy(COMPARED.get(name, name), {}))
     except ConfigError as exc:
         raise ConfigError(f"--policy: {exc}") from exc
 
