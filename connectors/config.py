@@ -142,9 +142,9 @@ class ExtraConfig(Section, frozen=True):
     The engine attaches to no store of another user."""
 
     always_load: Annotated[bool, Setting(flag, default=False)]
-    """Load blocks from a disk also where the engine would compute them sooner. That is what its
-    steps and the disk's loads took lately; computing takes the engine's time, and loading does
-    not."""
+    """Load blocks from a disk or another store also where the engine would compute them sooner.
+    That is what its steps and such loads took lately; computing takes the engine's time, and
+    loading does not."""
 
     max_load_tokens: Annotated[int | None, Setting(READERS["max_load_tokens"])]
     """Most tokens that are loaded for a request, beyond those in the engine's own cache."""

@@ -338,7 +338,8 @@ class _Store:
             result, count = self._disk.leading(chain.keys(0, chain.blocks), found)
             if result is LookupResult.HIT:
                 found += count
-                tiering.promote(chain, found, [Found(0, memory, found, self._disk)], now_ns)
+                below = Found(0, memory, found, self._disk, self._disk.name)
+                tiering.promote(chain, found, [below], now_ns)
         lease = manager.prepare_load(chain, found, _OWNER, NEVER_NS) if found else None
         found = 0 if lease is None else len(lease.entries)
         tiering.poll(now_ns)

@@ -180,6 +180,11 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "yield chosen",
         ),
         ("policies -k PluginMachine", "self._lru.remove(chosen)"),
+        (
+            "policies -k Q66_a_block_that",
+            'has a child from now on."""\n        self._sync(entry)',
+            'has a child from now on."""',
+        ),
     ),
     "kvstore/store/plugin_policy.py": (
         ("policies -k Q66_a_wrong_policy", "        found(lambda: 1)", "        pass"),
@@ -331,10 +336,21 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         ("load_or_compute -k O21_a_slow", "measure(namespace, chain, found.slow, now_ns)"),
         (
+            "slow_peers -k O21_direct_what",
+            "return self._worth_reading(ask, found, now_ns, wait=wait)",
+            "return found",
+        ),
+        (
             "pins -k Q51_after",
             "namespace.tiering.promote(chain, found.blocks, found.below, now_ns)\n        return",
             "pass\n        return",
         ),
+    ),
+    "kvstore/handover/direct_paces.py": (
+        ("slow_peers -k O21_what_a_peer_still", "len(tiers) == 1 and PREFILL not in tiers", "True"),
+        ("slow_peers -k O21_direct_a_slow", "if now_ns < self._try_ns.get(place, 0):", "if False:"),
+        ("slow_peers -k O21_direct_a_slow", "self._try_ns[place] = now_ns + TRY_EVERY * wait_ns"),
+        ("slow_peers -k O21_direct_reads", " if direct.whole else None", ""),
     ),
     "kvstore/store/load_or_compute.py": (
         ("load_or_compute -k O21_what", "max(waits_ns, default=0) - end * block_ns", "0"),
@@ -355,8 +371,13 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("segmented -k Q64_what_a_request", "while wanted and (entry", "while (entry"),
     ),
     "kvstore/core/pace.py": (
-        ("load_or_compute -k O21_a_queue", "self._reading[tier] + blocks) *", "blocks) *"),
-        ("load_or_compute -k O21_a_slow", "self._reading[tier] -= blocks"),
+        (
+            "slow_peers -k O21_what_a_slow",
+            "return tier.name if placing is None else placing.place(key)",
+            "return None if tier.name == 'peer' else tier.name",
+        ),
+        ("load_or_compute -k O21_a_queue", "self._reading[place] + blocks) *", "blocks) *"),
+        ("load_or_compute -k O21_a_slow", "self._reading[place] -= blocks"),
         ("load_or_compute -k a_line", "start >= 0:", "False:"),
         ("load_or_compute -k of_like", "each > 0 and ", ""),
     ),

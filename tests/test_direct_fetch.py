@@ -343,6 +343,9 @@ class Others:
         self.offers = offers
         self.owed, self.asked = owed, 0
         self.read_: list[list[int]] = []
+        self.slow = False
+        self.saved_ns: list[int] = []
+        self.paces = self
         self.over: list[int] = []
 
     def fetch(
@@ -363,6 +366,10 @@ class Others:
     def pushes(self, _address: str) -> bool:
         return True
 
+    def too_slow(self, _fetch: int, _positions: list[int], saved_ns: int, _now_ns: int) -> bool:
+        self.saved_ns.append(saved_ns)
+        return self.slow
+
     def claim(
         self, _fetch: int, _session: int, _workers: Mapping[int, int], positions: list[int]
     ) -> None:
@@ -378,7 +385,12 @@ class Others:
 
 
 def asking(
-    offers: dict[int, str], owed: int = 0, *, memory_only: bool = False
+    offers: dict[int, str],
+    owed: int = 0,
+    *,
+    memory_only: bool = False,
+    block_ns: int = 0,
+    slow: bool = False,
 ) -> tuple[Others, Engine]:
     """An engine has stored all but the second of four blocks, and asks a peer for it."""
     town, chain = Town(tiers=[("shelf", MemoryTier)]), hashes(4)
@@ -390,8 +402,9 @@ def asking(
     for tier in namespace.tiering.tiers:
         tier.clear()
     others = Others(offers, owed)
+    others.slow = slow
     town.store._lookups._peers = others  # type: ignore[assignment]
-    where = {"memory_only": memory_only, "peer": "x:1", "direct": True}
+    where = {"memory_only": memory_only, "peer": "x:1", "direct": True, "block_ns": block_ns}
     engine.step(lookups=(replace(p.Lookup(77, b"".join(chain), 32), **where),))
     return others, engine
 

@@ -226,7 +226,7 @@ def test_O21_a_hit_with_many_holes_is_compared_at_few_ends(
     monkeypatch.setattr(LoadPaces, "wait_ns", counted)
     (namespace,) = street.town.store.namespaces.values()
     (disk,) = street.town.tiers
-    below = Counted(Found(0, at, at + 1, disk) for at in range(0, 2000, 2))
+    below = Counted(Found(0, at, at + 1, disk, disk.name) for at in range(0, 2000, 2))
     chain = Chain(random.randbytes(32 * 2000), 32, 1, b"")
     assert worth_loading(namespace, chain, 2000, below, COMPUTED, street.town.now_ns) == 2000
     assert asked <= ENDS_MAX + 1

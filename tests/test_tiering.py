@@ -142,7 +142,7 @@ class Rig:
         keys = self.keys(chain)[:blocks]
         missing = [self.manager.index.probe(key) is LookupResult.MISS for key in keys]
         return [
-            Found(0, index, index + 1, self.tier)
+            Found(0, index, index + 1, self.tier, self.tier.name)
             for index, key in enumerate(keys)
             if missing[index] and key in self.tier.keys
         ]

@@ -11,8 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from kvstore.core.tier import Placing, Tier
+from kvstore.core.types import BlockKey
+
 SHARE = 1 / 8
 _ALONE_SHARE = 1 / 4  # that a load counts which began while no other was under way
+PLACES_MAX = 256  # whose paces are known
 _SPREAD = 1 / 64  # of the mean's square: a smaller variance says nothing of the line's direction
 
 
@@ -57,31 +61,51 @@ class Pace:
 
 
 class LoadPaces:
-    """How long it takes to read blocks of each tier after all that are being read."""
+    """How long it takes to read blocks at each place after all that are being read.
 
-    def __init__(self, tiers: Iterable[str]) -> None:
-        """tiers: names of those that are measured."""
-        self._paces = {name: Pace() for name in tiers}
+    A place is a tier, or a tier of a peer; None: one that is not measured.
+    """
+
+    def __init__(self, tiers: Iterable[Tier] = ()) -> None:
+        """tiers: that read the blocks."""
+        self._placing = {tier.name: tier for tier in tiers if isinstance(tier, Placing)}
+        self._paces: dict[str, Pace] = {}  # those that were read last come last
         self._reading: Counter[str] = Counter()  # blocks of loads under way
 
-    def wait_ns(self, tier: str, blocks: int) -> int:
+    def place_of(self, tier: Tier, key: BlockKey) -> str | None:
+        """Name the place where a tier reads a block."""
+        placing = self._placing.get(tier.name)
+        return tier.name if placing is None else placing.place(key)
+
+    def wait_ns(self, place: str | None, blocks: int) -> int:
         """Return how long it takes until so many more blocks are read; 0: not known."""
-        pace = self._paces.get(tier)
-        return 0 if pace is None else int(pace.seconds(self._reading[tier] + blocks) * 1e9)
+        pace = None if place is None else self._paces.get(place)
+        if place is None or pace is None:
+            return 0
+        return int(pace.seconds(self._reading[place] + blocks) * 1e9)
 
-    def idle(self, tier: str) -> bool:
-        """Tell whether a tier that is measured reads nothing."""
-        return tier in self._paces and not self._reading[tier]
+    def idle(self, place: str | None) -> bool:
+        """Tell whether at a place that was measured nothing is being read."""
+        return place in self._paces and place not in self._reading
 
-    def began(self, tier: str, blocks: int) -> tuple[int, int]:
+    def began(self, place: str | None, blocks: int) -> tuple[int, int]:
         """Note a load; return how long it will take, or 0, and how many blocks are being read."""
-        wait_ns = self.wait_ns(tier, blocks)
-        self._reading[tier] += blocks
-        return wait_ns, self._reading[tier]
+        if place is None:
+            return 0, blocks
+        wait_ns = self.wait_ns(place, blocks)
+        self._reading[place] += blocks
+        return wait_ns, self._reading[place]
 
-    def ended(self, tier: str, blocks: int, ahead: int, took_ns: int | None) -> None:
+    def ended(self, place: str | None, blocks: int, ahead: int, took_ns: int | None) -> None:
         """Note its end. ahead: as began() said. took_ns: None for one that failed."""
-        self._reading[tier] -= blocks
-        pace = self._paces.get(tier)
-        if pace is not None and took_ns is not None:
+        if place is None:
+            return
+        self._reading[place] -= blocks
+        if not self._reading[place]:
+            del self._reading[place]
+        if took_ns is not None:
+            pace = self._paces.pop(place, None) or Pace()
+            if len(self._paces) >= PLACES_MAX:
+                del self._paces[next(iter(self._paces))]
+            self._paces[place] = pace
             pace.note(ahead, took_ns / 1e9, _ALONE_SHARE if ahead == blocks else SHARE)

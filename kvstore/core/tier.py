@@ -72,6 +72,14 @@ class Telling(Protocol):
 
 
 @runtime_checkable
+class Placing(Protocol):
+    """A tier that reads at several places, each at a pace of its own; peers are one."""
+
+    def place(self, key: BlockKey) -> str | None:
+        """Name the place of a block that is a HIT; None: it is still being computed there."""
+
+
+@runtime_checkable
 class Bounded(Protocol):
     """A tier that can be full, so that it evicts a block for each that it is given; NVMe is."""
 

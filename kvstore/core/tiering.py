@@ -62,12 +62,13 @@ class Unfinished(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Neighbouring blocks of a chain that memory lacks, and the tier that has them."""
+    """Neighbouring blocks of a chain that memory lacks, and the tier and place that has them."""
 
     group: int
     first: int
     end: int
     tier: Tier
+    place: str | None
 
 
 _MISSING = (LookupResult.MISS,)
@@ -84,7 +85,8 @@ class _Open(msgspec.Struct, eq=False):
     cleared: bool = False  # what it moves is of before a clear
     again: set[BlockKey] = set()  # of a cleared store: what was submitted anew since
     began_ns: int = 0
-    ahead: int = 0  # of a load: blocks that were being read then, its own included
+    place: str | None = None  # of a load: where it reads
+    ahead: int = 0  # of a load: blocks that were being read there then, its own included
     due_ns: int = 0  # when it should end; 0: not known
     tags: Sequence[Any] = ()  # of a load for somebody who holds the slots: what to call its blocks
 
@@ -140,7 +142,7 @@ class Tiering:
         self._stored: Counter[str] = Counter()  # since the last poll
         self._open: dict[JobId, _Open] = {}
         self._under_way: Counter[str] = Counter()
-        self.loads = LoadPaces(tier.name for tier in tiers)
+        self.loads = LoadPaces(self.sources)
         self.load_blocks = max(1, min(JOB_BLOCKS_MAX, LOAD_BYTES // slot_bytes))
         self.coming: dict[BlockKey, _Open] = {}  # what is on its way up
         self.off_disk = OffDisk()
@@ -390,7 +392,9 @@ class Tiering:
         self._open[work.job.job_id] = work
         self._under_way[work.tier.name] += 1
         if work.job.kind is JobKind.LOAD:
-            wait_ns, work.ahead = self.loads.began(work.tier.name, len(work.job.keys))
+            places = {self.loads.place_of(work.tier, work.job.keys[end]) for end in (0, -1)}
+            work.place = places.pop() if len(places) == 1 else None
+            wait_ns, work.ahead = self.loads.began(work.place, len(work.job.keys))
             work.began_ns, work.due_ns = self._now_ns, self._now_ns + wait_ns if wait_ns else 0
         self._storing[work.tier.name] += len(work.pinned)
         try:
@@ -420,7 +424,7 @@ class Tiering:
         self._storing[name] -= len(work.pinned)
         if job.kind is JobKind.LOAD:
             took_ns = self._now_ns - work.began_ns if result.done == len(job.keys) else None
-            self.loads.ended(name, len(job.keys), work.ahead, took_ns)
+            self.loads.ended(work.place, len(job.keys), work.ahead, took_ns)
         direction = "stored" if job.kind is JobKind.STORE else "loaded"
         self.counts[name, direction] += result.done
         if result.done < len(job.keys):

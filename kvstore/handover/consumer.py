@@ -17,6 +17,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.types import BlockKey, Chain, JobResult, LookupResult, TransferJob
 from kvstore.handover.arrivals import Arrivals
 from kvstore.handover.direct_fetches import DirectFetch, Send
+from kvstore.handover.direct_paces import DirectPaces
 from kvstore.handover.fetches import LEASE_MS, OPEN, UNCLAIMED, Fetch, Fetched
 from kvstore.handover.jobs import Source
 from kvstore.handover.links import Links
@@ -76,6 +77,7 @@ class Consumer:
         self._late: dict[int, Fetch] = {}  # ended, and something given up may still be written
         self._located: dict[BlockKey, int] = {}  # see Fetch
         self._direct: dict[int, DirectFetch] = {}  # until their leases end
+        self.paces = DirectPaces(self._fetches, peers)
         self._regions = Regions()
         self._next = 1
         self._now_ns = 0
@@ -168,6 +170,12 @@ class Consumer:
         ago_ms = None if computed_ns is None else (now_ns - computed_ns) // 1_000_000
         return (now_ns - heard_ns) // 1_000_000, ago_ms
 
+    def place(self, key: BlockKey) -> str | None:
+        """Name the peer and its tier that has an offered block; None: its engine computes it."""
+        number, position = divmod(self._located.get(key, 0), m.JOB_BLOCKS_MAX)
+        fetch = self._fetches.get(number)
+        return None if fetch is None else self.paces.place(fetch, (position,))
+
     # What workers read, or have written
 
     def claim(
@@ -190,6 +198,7 @@ class Consumer:
             fetch.into = direct
             for run in runs_of(wanted):
                 fetch.states.put(run, CLAIMED)
+            self.paces.began(direct, fetch, wanted)
             if push:
                 direct.tell(p.Places(number, push=True))
             direct.readable(fetch, wanted)
@@ -338,6 +347,8 @@ class Consumer:
         """Release and forget a fetch whose blocks have all ended."""
         if fetch.left or self._fetches.pop(fetch.number, None) is None:
             return
+        if (direct := self._direct.get(fetch.number)) is not None:
+            self.paces.ended(direct, fetch)
         self._late[fetch.number] = fetch
         self._forget_late(fetch)
         if not fetch.released:
@@ -377,7 +388,7 @@ class Consumer:
         pairs = enumerate(zip(places, along, strict=True))
         count = next((n for n, (place, expected) in pairs if place != expected), len(places))
         number, position = divmod(along[0], m.JOB_BLOCKS_MAX)
-        return result, self._fetches[number].states.alike((position, position + count))
+        return result, self._fetches[number].alike(position, count)
 
     def submit(self, job: TransferJob) -> None:
         """Fetch offered blocks into slots."""

@@ -254,6 +254,12 @@ class Fetch(Move):
         """The peer's tier of each block that it has offered, by position."""
         return {at: self.tiers[tier - 1] for at, tier in enumerate(self.which) if tier}
 
+    def tier_of(self, position: int) -> str:
+        """Name the peer's tier of a block that it has offered."""
+        which = self.which[position]
+        tier = self.tiers[which - 1] if which else ""
+        return tier if tier in TIERS else OTHER
+
     def count_tiers(self, run: Run) -> Counter[str]:
         """Count blocks by the peer's tier that they came from."""
         found: Counter[str] = Counter()
@@ -265,6 +271,11 @@ class Fetch(Move):
         for number, tier in enumerate(self.tiers, 1):
             found[tier if tier in TIERS else OTHER] += which.count(number)
         return +found
+
+    def alike(self, position: int, count: int) -> int:
+        """Count the blocks from a position on that are in its state, and in its tier."""
+        which = self.which[position : position + self.states.alike((position, position + count))]
+        return len(which) - len(which.lstrip(which[:1]))
 
     def claimable(self, first: int, keys: list[BlockKey]) -> int:
         """Count the blocks from a position on that are offered, and are these: all, or one."""

@@ -133,6 +133,11 @@ class Links:
         link = self.all.get(number)
         return ("", b"") if link is None else (link.agent, link.metadata)
 
+    def address_of(self, number: int) -> str:
+        """Return the address that a connection was made to; empty if it is gone."""
+        link = self.all.get(number)
+        return "" if link is None else link.address
+
     def greet(self, link: Link) -> None:
         """Say Hello, once, if there is something to say after it, and our exporter runs."""
         hello = self._hello(link.digest) if link.waiting and link.stage == "dialled" else None

@@ -1,4 +1,4 @@
-"""Which blocks of a hit are worth reading from lower tiers: an engine may compute them sooner.
+"""Which blocks of a hit are worth reading from elsewhere: an engine may compute them sooner.
 
 An engine computes from the end of a hit on, and waits until the hit is there. So of all ends that
 the hit could have the best is where reading what lies before it takes least, beyond what computing
@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from kvstore.core.tier import Tier
 from kvstore.core.tiering import Found, Tiering
 from kvstore.core.types import Chain
 from kvstore.store.namespace import Namespace
@@ -43,13 +42,11 @@ def worth_loading(
 
     def beyond_ns(end: int) -> int:
         """Return how much longer loading takes than computing; below 0: how much less."""
-        read: Counter[Tier] = Counter()
+        read: Counter[str | None] = Counter()
         for run in below:
             first = max(run.first, chain.first_of(rules[run.group], end))
-            read[run.tier] += max(0, min(run.end, end) - first)
-        waits_ns = [
-            tiering.loads.wait_ns(tier.name, count) for tier, count in read.items() if count
-        ]
+            read[run.place] += max(0, min(run.end, end) - first)
+        waits_ns = [tiering.loads.wait_ns(place, count) for place, count in read.items() if count]
         waits_ns += [wait_ns for first, wait_ns in coming if first < end]
         return max(waits_ns, default=0) - end * block_ns
 
@@ -76,12 +73,12 @@ def _arrivals(
 
 
 def measure(namespace: Namespace, chain: Chain, run: Found, now_ns: int) -> None:
-    """Read some blocks of a tier that is too slow to be used; no request waits for them.
+    """Read some blocks at a place that is too slow to be used; no request waits for them.
 
     It would not be measured otherwise, and be taken for slow for ever.
     """
-    tiering, name = namespace.tiering, run.tier.name
-    if now_ns >= namespace.measure_ns and tiering.loads.idle(name):
+    tiering = namespace.tiering
+    if now_ns >= namespace.measure_ns and tiering.loads.idle(run.place):
         namespace.measure_ns = now_ns + MEASURED_NS
         end = min(run.end, run.first + tiering.load_blocks)
         tiering.promote(chain, end, [run._replace(end=end)], now_ns)

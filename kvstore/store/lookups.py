@@ -84,7 +84,8 @@ class _Below:
         if result is LookupResult.HIT and tier is not None:
             before = self.found.get((group, index))
             if before is None or before.end < index + count:
-                self.found[group, index] = Found(group, index, index + count, tier)
+                place = ask.namespace.tiering.loads.place_of(tier, keys[at])
+                self.found[group, index] = Found(group, index, index + count, tier, place)
         elif result is LookupResult.MISS and ask.direct is not None:
             result, count = ask.of_peer(group, index), 1
         if result is LookupResult.RETRY:  # a tier that does not know yet what it has
@@ -240,13 +241,13 @@ class Lookups:
         return None
 
     def _look(self, ask: Ask, now_ns: int, *, wait: bool = True) -> _Hit:
-        """Look in all tiers, each block once; wait: those that may be there soon are pending.
-
-        What a peer was asked for is used in any case: its engine has computed it for this one.
-        """
+        """Look in all tiers, each block once; wait: those that may be there soon are pending."""
         found = self._look_for(ask, ask.blocks, wait=wait)
-        loads = found.below or ask.namespace.tiering.coming
-        if not ask.block_ns or ask.memory_only or ask.fetch is not None or not loads:
+        if not ask.block_ns or ask.memory_only:
+            return found
+        if ask.direct is not None:
+            return self._worth_reading(ask, found, now_ns, wait=wait)
+        if not found.below and not ask.namespace.tiering.coming:
             return found
         end = worth_loading(
             ask.namespace, ask.chain, found.blocks, found.below, ask.block_ns, now_ns
@@ -256,6 +257,23 @@ class Lookups:
         slow = next((run for run in found.below if run.first >= end), None)
         cut = self._look_for(ask, end, wait=wait)
         return msgspec.structs.replace(cut, there=found.blocks, end=end, slow=slow)
+
+    def _worth_reading(self, ask: Ask, found: _Hit, now_ns: int, *, wait: bool) -> _Hit:
+        """Leave out what workers would read from a peer for longer than computing it takes."""
+        namespace, offered, pairs = ask.namespace, ask.offered or {}, ask.direct or {}
+        read = [pair for pair, at in pairs.items() if pair[1] < found.blocks and at in offered]
+        if found.pending or not read or ask.fetch is None or self._peers is None:
+            return found
+        full = namespace.full_first[0]
+        saved_ns = ask.block_ns * sum(group == full for group, _ in read)
+        positions = sorted(pairs[pair] for pair in read)
+        paces = self._peers.inlet(namespace).paces
+        if not paces.too_slow(ask.fetch, positions, saved_ns, now_ns):
+            return found
+        self._let_go(ask)
+        ask.fetch = ask.direct = ask.offered = None
+        here = self._look_for(ask, ask.blocks, wait=wait)
+        return msgspec.structs.replace(here, there=found.blocks, end=here.blocks)
 
     def _look_for(self, ask: Ask, blocks: int, *, wait: bool) -> _Hit:
         namespace, coming = ask.namespace, not ask.memory_only
@@ -267,7 +285,7 @@ class Lookups:
             first = ask.chain.first_of(namespace.layout.rules[run.group], answer.blocks)
             first, end = max(first, run.first), min(answer.blocks, run.end)
             last = used[-1] if used else run
-            if first < end and (last.group, last.end, last.tier) == (run.group, first, run.tier):
+            if first < end and (last.group, last.end, last.place) == (run.group, first, run.place):
                 used[-1] = last._replace(end=end)
             elif first < end:
                 used.append(run._replace(first=first, end=end))

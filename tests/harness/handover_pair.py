@@ -48,11 +48,13 @@ class Wire:
     def __init__(self, seed: int = 0, delays: int = 0) -> None:
         self.random = random.Random(seed)
         self.delays = delays
+        self.least = 0  # turns that anything takes
         self.later: list[tuple[int, Callable[[], None]]] = []
         self.turn = 0
 
     def do(self, work: Callable[[], None]) -> None:
-        self.later.append((self.turn + self.random.randint(0, self.delays), work))
+        turns = self.least + self.random.randint(0, self.delays)
+        self.later.append((self.turn + turns, work))
 
     def step(self) -> None:
         self.turn += 1
@@ -298,6 +300,9 @@ class _Connections:
     def say(self, peer: int, message: framing.Message) -> None:
         if peer == self._pair.peer:
             self._pair.up.send(peer, message)
+
+    def address_of(self, _peer: int) -> str:
+        return "there"
 
     def reached_at(self, peer: int) -> tuple[str, bytes]:
         assert peer <= self._pair.peer
