@@ -149,7 +149,7 @@ class RequestLookups:
             loadable=query.blocks,
             direct=self._direct,
             off_disk=not tracked.policy.store_in.disk,
-            block_ns=0 if self.pace is None else self.pace.block_ns(self._geometry.block_tokens),
+            block_ns=None if self.pace is None else self.pace.block_ns(self._geometry.block_tokens),
         )
         tracked.ask = self._client.ask(lookup)
         if tracked.ask:

@@ -292,7 +292,7 @@ class SchedulerHalf:
         flush.difference_update(job.job_id for job in stores)
         self._client.send_step()
         if self._pace is not None:
-            self._pace.began(sum(step.scheduled.values()))
+            self._pace.began(step.scheduled.values())
         return StepMeta(early, stores, self._loads.take_jobs(), tuple(flush), idle, sent)
 
     def _store_complete(self, request_id: str, tokens: int, step: Step) -> None:

@@ -35,6 +35,7 @@ from tests.bench import (
     load,
     nvme,
     raw_disk,
+    slow,
     steal,
     waiting,
 )
@@ -434,6 +435,17 @@ def test_a_queues_time_is_compared_with_computing_in_the_same_round() -> None:
     assert disk.value == 3000
     assert disk.ratio == pytest.approx(0.1)
     assert (disk.parameters["hit_share"], disk.parameters["reads"]) == (1.0, 1.0)
+
+
+def test_what_a_slow_place_costs_is_compared_with_computing_in_the_same_round() -> None:
+    none, case = slow.NONE._replace(block_ms=2), slow.Case(slow.PEER, 2, always_load=False)
+    walls = {case: [3.0, 4.0, 1.0], none: [2.0, 2.0, 1.0], slow.NONE: [1.0] * 3}
+    ours, bare, _ = slow.results(walls, {case: [0.0, 0.5, 0.1]})
+    assert (bare.value, bare.parameters["block_ms"]) == (2000, 2)
+    assert (ours.value, ours.reference) == (3000, 2000)
+    assert ours.ratio == pytest.approx(1.5)
+    assert ours.parameters["hit_share"] == 0.1
+    assert (ours.parameters["place"], ours.parameters["always_load"]) == ("peer", False)
 
 
 def test_an_answer_is_unlike_where_the_tokens_were_no_near_tie() -> None:

@@ -10,7 +10,8 @@ from typing import cast
 import pytest
 
 from connectors.compute_pace import ComputePace
-from kvstore.core.pace import LoadPaces, Pace
+from kvstore.core.load_paces import LoadPaces
+from kvstore.core.pace import Pace
 from kvstore.core.tier import TierContext
 from kvstore.core.tiering import Found, Tiering
 from kvstore.core.types import Chain, JobKind, TransferJob
@@ -84,6 +85,24 @@ def test_O21_what_takes_longer_to_load_than_to_compute_is_not_loaded() -> None:
     assert blocks(found) == []
     assert found.missed == ("too_slow", 6)
     assert street.load(chain) == 6, "an engine that does not say how fast it is"
+
+
+def test_O21_an_engine_that_has_computed_too_little_goes_by_what_another_one_took() -> None:
+    street = Street(disk=SLOW)
+    street.measured()
+    chain = street.put(hashes(6))
+    other = street.town.attach("other")
+    for found in (other.hit(chain, block_ns=0), other.hit(chain)):
+        assert len(blocks(found)) == 6, "no engine has said how fast it is"
+        while street.tiering.coming:
+            street.town.tick(5)
+        other.step(release=(found.lease,))
+    street.hit(hashes(1, "any"))
+    chain = street.put(hashes(6, "second"))
+    found = other.hit(chain, block_ns=0)
+    assert found.missed == ("too_slow", 6)
+    found = other.hit(chain, block_ns=1000 * SLOW)
+    assert len(blocks(found)) == 6, "what it says itself counts"
 
 
 def test_O21_what_loads_sooner_is_loaded() -> None:
@@ -202,6 +221,20 @@ def test_O21_a_slow_tier_is_measured_now_and_then_and_used_once_it_is_quick() ->
     assert sum(map(bool, submitted[:-1])) <= seconds + 1
 
 
+def test_O21_a_slow_tier_is_measured_for_a_twentieth_of_the_time() -> None:
+    street = Street(disk=SLOW)
+    street.measured()
+    chain = street.put(hashes(10, "long"))
+    read_ns = 0
+    began_ns = street.town.now_ns
+    for _ in range(400):
+        assert len(blocks(street.hit(chain))) < 10, "what was read to measure is in memory"
+        read_ns += 10 * MS if street.tiering.coming else 0
+        street.town.tick(10)
+    seconds = (street.town.now_ns - began_ns) / 1e9
+    assert 0.02 <= read_ns / 1e9 / seconds <= 0.07
+
+
 class Counted(list[Found]):
     walks = 0
 
@@ -245,7 +278,7 @@ class Clock:
 
 
 def run(pace: ComputePace, clock: Clock, tokens: int, ms: float) -> None:
-    pace.began(tokens)
+    pace.began([tokens])
     clock.now_ns += int(ms * MS)
     pace.ended()
 
@@ -253,11 +286,11 @@ def run(pace: ComputePace, clock: Clock, tokens: int, ms: float) -> None:
 def test_O21_an_engine_says_how_long_one_more_block_takes() -> None:
     clock = Clock()
     pace = ComputePace(clock)
-    for tokens in (100, 300, 100):
+    for tokens in (100, 300, 100, 100):
         assert pace.block_ns(16) == 0, "too little is known"
         run(pace, clock, tokens, 10 + tokens / 50)
         clock.now_ns += 10**9  # nothing to do
-        pace.began(0)
+        pace.began(())
     for _ in range(100):
         run(pace, clock, 1, 10)
     assert pace.block_ns(16) == pytest.approx(16 * MS / 50, rel=0.05)
@@ -266,13 +299,32 @@ def test_O21_an_engine_says_how_long_one_more_block_takes() -> None:
 def test_O21_steps_that_were_scheduled_ahead_begin_when_the_one_before_has_ended() -> None:
     clock = Clock()
     pace = ComputePace(clock)
-    pace.began(1000)
+    pace.began([1000])
     for tokens in (2000, 1000, 3000):
-        pace.began(tokens)  # while the one before computes
-        pace.began(0)
+        pace.began([tokens])  # while the one before computes
+        pace.began(())
         clock.now_ns += 20 * MS + (1000 if tokens != 1000 else 2000) * MS // 50
         pace.ended()
     assert pace.block_ns(50) == pytest.approx(MS, rel=0.05)
+
+
+def test_O21_steps_that_only_decode_say_nothing_of_computing() -> None:
+    clock = Clock()
+    pace = ComputePace(clock)
+    for _ in range(100):
+        pace.began([1] * 64)
+        clock.now_ns += 10 * MS
+        pace.ended()
+    assert pace.block_ns(16) == 0
+    for tokens in (600, 200):
+        pace.began([*[1] * 64, tokens])
+        clock.now_ns += 10 * MS + tokens * MS // 50
+        pace.ended()
+        for _ in range(500):
+            pace.began([1] * 64)
+            clock.now_ns += 10 * MS
+            pace.ended()
+    assert pace.block_ns(16) == pytest.approx(16 * MS / 50, rel=0.05)
 
 
 def test_O21_lookups_say_it_once_the_engine_is_to_compare() -> None:
@@ -288,6 +340,12 @@ def test_O21_lookups_say_it_once_the_engine_is_to_compare() -> None:
     script.half.on_output({}, (), ())
     script.half.on_new_request(third)
     assert [lookup.block_ns for lookup in script.lookups()] == [1_600_000]
+
+
+def test_O21_lookups_of_an_engine_that_is_to_load_in_any_case_say_nothing() -> None:
+    script = Script()
+    script.half.on_new_request(Request("a", 1000, "a"))
+    assert [lookup.block_ns for lookup in script.lookups()] == [None]
 
 
 # The line

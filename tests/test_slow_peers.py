@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.handover.direct_paces import TRY_EVERY
+from kvstore.core.load_paces import TRY_EVERY
 from kvstore.wire import engine as p
-from tests.harness.fakes import blocks, hashes
+from tests.harness.fakes import blocks, hashes, keys_of
 from tests.harness.handover_pair import Pair, stored
 from tests.test_direct_fetch import asking, offered, reading
 
@@ -159,3 +159,70 @@ def test_O21_direct_what_workers_would_read_for_longer_is_left(slow: bool) -> No
         assert (others.read_, others.over) == ([], [1])
     else:
         assert [sorted(positions) for positions in others.read_] == [[0, 1, 2]]
+
+
+# An engine that has computed too little to know its pace
+
+
+def test_O21_a_peer_says_how_long_its_engine_computes_a_block() -> None:
+    pair, chain = stored(3)
+    assert pair.consumer.paces.block_ns(wait_offered(pair, chain)) == 0
+    pair.prefill.hit(chain, block_ns=COMPUTED)
+    number = wait_offered(pair, chain)
+    assert pair.consumer.paces.block_ns(number) == COMPUTED
+    pair.consumer.claimed(number)
+    pair.run(SLOW)
+    assert pair.consumer.paces.block_ns(number) == 0, "it is over"
+
+
+@pytest.mark.parametrize(("own", "counts"), [(0, 3 * COMPUTED), (MS, 3 * MS), (None, None)])
+def test_O21_an_engine_without_a_pace_of_its_own_goes_by_the_peers(
+    own: int | None, counts: int | None
+) -> None:
+    offers = {0: "cpu", 1: "cpu", 2: "cpu"}
+    others, engine = asking(offers, block_ns=own, computed_ns=COMPUTED, slow=True)
+    engine.town.settle(engine, turns=12)
+    found = engine.granted[77]
+    assert others.saved_ns == ([] if counts is None else [counts])
+    assert len(blocks(found)) == (4 if counts is None else 1)
+
+
+# Lower tiers of the peer
+
+
+@pytest.mark.parametrize(
+    ("theirs", "its", "offered"),
+    [
+        (COMPUTED, 0, False),
+        (0, COMPUTED, False),
+        (None, COMPUTED, True),
+        (2 * SLOW * MS, COMPUTED, True),
+        (0, 0, True),
+    ],
+)
+def test_O21_a_peer_does_not_offer_what_its_disk_reads_for_longer_than_it_takes_to_compute(
+    theirs: int | None, its: int, offered: bool
+) -> None:
+    """theirs: as the engine that goes on says; its: as the one that computed the prompt does."""
+    pair, chain = stored(6)
+    below = keys_of(chain)[2:]
+    for key in reversed(below):
+        pair.source.manager.drop(key, "test")
+    pair.source.tiering.loads.ended("shelf", 1, 1, SLOW * MS)
+    pair.source.block_ns = its
+    found = []
+    for _ in range(2):
+        number = pair.want(chain, block_ns=theirs)
+        while (offers := pair.consumer.offered(number)) is None:
+            pair.run(1)
+        found.append(dict(offers))
+        pair.consumer.claimed(number)
+        pair.run(10)
+    some = dict.fromkeys([0, 1], "cpu")
+    everything = some | dict.fromkeys(range(2, 6), "shelf")
+    assert found == [everything, everything if offered else some], "tried once"
+    pair.run(1, TRY_EVERY * 4 * SLOW)
+    number = pair.want(chain, block_ns=theirs)
+    while (offers := pair.consumer.offered(number)) is None:
+        pair.run(1)
+    assert dict(offers) == everything, "and now and then"

@@ -1,4 +1,4 @@
-"""How long something takes, by how long it took: a line over its amount. And how long loads take.
+"""How long something takes, by how long it took: a line over its amount.
 
     seconds = start + amount x each
 
@@ -8,15 +8,7 @@ count most. Where all had about the same amount, or noise turns the line round, 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-
-from kvstore.core.tier import Placing, Tier
-from kvstore.core.types import BlockKey
-
 SHARE = 1 / 8
-_ALONE_SHARE = 1 / 4  # that a load counts which began while no other was under way
-PLACES_MAX = 256  # whose paces are known
 _SPREAD = 1 / 64  # of the mean's square: a smaller variance says nothing of the line's direction
 
 
@@ -58,54 +50,3 @@ class Pace:
         """Return how long so much takes, as far as is known."""
         start, each = self.line
         return start + amount * each
-
-
-class LoadPaces:
-    """How long it takes to read blocks at each place after all that are being read.
-
-    A place is a tier, or a tier of a peer; None: one that is not measured.
-    """
-
-    def __init__(self, tiers: Iterable[Tier] = ()) -> None:
-        """tiers: that read the blocks."""
-        self._placing = {tier.name: tier for tier in tiers if isinstance(tier, Placing)}
-        self._paces: dict[str, Pace] = {}  # those that were read last come last
-        self._reading: Counter[str] = Counter()  # blocks of loads under way
-
-    def place_of(self, tier: Tier, key: BlockKey) -> str | None:
-        """Name the place where a tier reads a block."""
-        placing = self._placing.get(tier.name)
-        return tier.name if placing is None else placing.place(key)
-
-    def wait_ns(self, place: str | None, blocks: int) -> int:
-        """Return how long it takes until so many more blocks are read; 0: not known."""
-        pace = None if place is None else self._paces.get(place)
-        if place is None or pace is None:
-            return 0
-        return int(pace.seconds(self._reading[place] + blocks) * 1e9)
-
-    def idle(self, place: str | None) -> bool:
-        """Tell whether at a place that was measured nothing is being read."""
-        return place in self._paces and place not in self._reading
-
-    def began(self, place: str | None, blocks: int) -> tuple[int, int]:
-        """Note a load; return how long it will take, or 0, and how many blocks are being read."""
-        if place is None:
-            return 0, blocks
-        wait_ns = self.wait_ns(place, blocks)
-        self._reading[place] += blocks
-        return wait_ns, self._reading[place]
-
-    def ended(self, place: str | None, blocks: int, ahead: int, took_ns: int | None) -> None:
-        """Note its end. ahead: as began() said. took_ns: None for one that failed."""
-        if place is None:
-            return
-        self._reading[place] -= blocks
-        if not self._reading[place]:
-            del self._reading[place]
-        if took_ns is not None:
-            pace = self._paces.pop(place, None) or Pace()
-            if len(self._paces) >= PLACES_MAX:
-                del self._paces[next(iter(self._paces))]
-            self._paces[place] = pace
-            pace.note(ahead, took_ns / 1e9, _ALONE_SHARE if ahead == blocks else SHARE)

@@ -24,8 +24,8 @@ from kvstore.core.copy_queue import CopyQueue
 from kvstore.core.errors import BlockCorrupt, InvariantBroken, TierError
 from kvstore.core.index import Entry, Index, State
 from kvstore.core.leases import Lease
+from kvstore.core.load_paces import LoadPaces
 from kvstore.core.manager import Manager
-from kvstore.core.pace import LoadPaces
 from kvstore.core.tier import Leading, Telling, Tier
 from kvstore.core.types import (
     BlockKey,

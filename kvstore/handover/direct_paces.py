@@ -1,16 +1,17 @@
-"""How long workers take to read blocks of a peer, or the peer to write them, to be worth it."""
+"""How fast peers are: workers that read their blocks, or they that write them; and their engines.
+
+What would take longer than the decode engine takes to compute it is not worth it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvstore.core.pace import PLACES_MAX, LoadPaces
+from kvstore.core.load_paces import LoadPaces
 from kvstore.handover.direct_fetches import DirectFetch, Reading
 from kvstore.handover.fetches import Fetch
 from kvstore.handover.jobs import PREFILL
 from kvstore.handover.links import Links
-
-TRY_EVERY = 20  # of the time: a direct fetch from a slow place is tried for a twentieth of it
 
 
 class DirectPaces:
@@ -21,7 +22,6 @@ class DirectPaces:
         self._fetches = fetches
         self._peers = peers
         self._paces = LoadPaces()
-        self._try_ns: dict[str, int] = {}  # of places that are too slow: when they are tried again
 
     def place(self, fetch: Fetch, positions: Sequence[int]) -> str | None:
         """Name the place of offered blocks, by the first and the last one.
@@ -32,22 +32,19 @@ class DirectPaces:
         known = len(tiers) == 1 and PREFILL not in tiers
         return f"{self._peers.address_of(fetch.connection)} {tiers.pop()}" if known else None
 
+    def block_ns(self, number: int) -> int:
+        """Return how long the peer's engine computes a block; 0: that is not known."""
+        fetch = self._fetches.get(number)
+        return 0 if fetch is None else fetch.block_ns
+
     def too_slow(self, number: int, positions: Sequence[int], saved_ns: int, now_ns: int) -> bool:
         """Tell whether workers would read these blocks of a direct fetch for longer than so long.
 
-        Now and then they are to read in any case, to see whether the place is still so slow.
+        See LoadPaces.
         """
         fetch = self._fetches.get(number)
         place = None if fetch is None else self.place(fetch, positions)
-        wait_ns = self._paces.wait_ns(place, len(positions))
-        if place is None or wait_ns <= saved_ns:
-            return False
-        if now_ns < self._try_ns.get(place, 0):
-            return True
-        if len(self._try_ns) >= PLACES_MAX:
-            self._try_ns.clear()
-        self._try_ns[place] = now_ns + TRY_EVERY * wait_ns
-        return False
+        return self._paces.too_slow(place, len(positions), saved_ns, now_ns)
 
     def began(self, direct: DirectFetch, fetch: Fetch, positions: Sequence[int]) -> None:
         """Note that these blocks are to be read from now on."""

@@ -53,6 +53,7 @@ class Source(Protocol):
     manager: Manager
     tiering: Tiering
     engines: Engines
+    block_ns: int  # that an engine takes to compute one; 0: not known
 
     def view(self, slot: Slot) -> memoryview:
         """Return a slot's bytes."""
@@ -115,6 +116,7 @@ class Peer(msgspec.Struct, eq=False):
             wanted=wanted,
             deadline_ns=now_ns + m.lease_ns(want.lease_ms),
             offer_ns=now_ns + UNKNOWN_NS,
+            block_ns=want.block_ns,
         )
 
 
@@ -133,6 +135,7 @@ class Job(Move):
     wanted: Sequence[Sequence[int]]
     deadline_ns: int
     offer_ns: int | None
+    block_ns: int | None = None  # see Want
     look_ns: int = 0
     awaited: deque[int] = field(default_factory=deque)  # positions, first blocks first
     untold: list[int] = field(default_factory=list)  # positions of which the peer is to be told
@@ -201,6 +204,22 @@ class Job(Move):
                 found[position] = below or self._from_prefill(self.keys[position])
             done += alike
         return found
+
+    def too_slow(self, tiers: Sequence[str | None], now_ns: int) -> set[str]:
+        """Name the tiers that are read for longer than the peer's engine computes these blocks.
+
+        tiers: of each block. What the peer would not wait for is not read for it.
+        """
+        block_ns = self.source.block_ns if self.block_ns == 0 else self.block_ns
+        if not block_ns:
+            return set()
+        loads, saved_ns = self.source.tiering.loads, block_ns * max(map(len, self.wanted))
+        read = Counter(filter(None, tiers)).items()
+        return {
+            tier
+            for tier, blocks in read
+            if loads.too_slow(tier, blocks, saved_ns * blocks // len(tiers), now_ns)
+        }
 
     def _from_prefill(self, key: BlockKey) -> str | None:
         return PREFILL if self.leases.may_come(self.request, self.source.manager, key) else None

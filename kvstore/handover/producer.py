@@ -218,6 +218,8 @@ class Producer:
             return
         self.counts["unknown"] += unknown
         job.offer_ns = None
+        slow = job.too_slow(found, now_ns)
+        found = [None if tier in slow else tier for tier in found] if slow else found
         tiers: dict[str, int] = {}
         which = [tiers.setdefault(tier, len(tiers)) for tier in found if tier is not None]
         there = range(len(found))
@@ -226,7 +228,9 @@ class Producer:
             job.states.put(run, WANTED)
         job.awaited.extend(job.in_order(offered))
         job.left = len(offered)
-        self._send(job.peer.number, m.Offer(job.number, u32(offered), tuple(tiers), bytes(which)))
+        block_ns = job.source.block_ns
+        offer = m.Offer(job.number, u32(offered), tuple(tiers), bytes(which), block_ns)
+        self._send(job.peer.number, offer)
         self._advance(job)
 
     def _judge(self, job: Job, settle: m.Settle, now_ns: int) -> None:

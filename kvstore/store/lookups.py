@@ -133,6 +133,11 @@ class Lookups:
         loadable = blocks if lookup.loadable is None else min(lookup.loadable, blocks)
         memory_only = lookup.memory_only or self._engine.promote_ns == 0
         deadline_ns = now_ns + self._engine.defer_ns
+        block_ns = lookup.block_ns
+        if block_ns:
+            namespace.block_ns = block_ns
+        elif block_ns is not None:
+            block_ns = namespace.block_ns
         ask = Ask(
             lookup.ask,
             namespace,
@@ -142,7 +147,7 @@ class Lookups:
             deadline_ns,
             memory_only,
             lookup.off_disk,
-            lookup.block_ns,
+            block_ns,
         )
         alone = memory_only or namespace.layout.unnamed
         if lookup.peer and self._peers is not None and not alone:
@@ -185,7 +190,8 @@ class Lookups:
             push = not direct and peers.pushes(lookup.peer)
         indices = tuple(framing.u32(group) for group in lacking)
         hashes = lookup.hashes[: blocks * width]
-        want = m.Want(0, hashes, width, indices, lookup.scope, lookup.request, push=push)
+        scope, request, block_ns = lookup.scope, lookup.request, ask.block_ns
+        want = m.Want(0, hashes, width, indices, scope, request, push=push, block_ns=block_ns)
         ask.fetch = peers.fetch(ask.namespace, lookup.peer, want, ask.asked_ns, direct=direct)
         if direct and ask.fetch is not None:
             pairs = ((group, index) for group, found in enumerate(lacking) for index in found)
@@ -220,9 +226,11 @@ class Lookups:
         """Tell whether the peer that was asked has still to answer; once it has, look at once."""
         if ask.fetch is None or self._peers is None or ask.offered is not None:
             return False
-        ask.offered = self._peers.inlet(ask.namespace).offered(ask.fetch)
+        inlet = self._peers.inlet(ask.namespace)
+        ask.offered = inlet.offered(ask.fetch)
         if ask.offered is not None:
             ask.look_ns = 0
+            ask.block_ns = inlet.paces.block_ns(ask.fetch) if ask.block_ns == 0 else ask.block_ns
         return ask.offered is None
 
     def _settled(self, ask: Ask, now_ns: int) -> _Hit | None:
@@ -265,7 +273,7 @@ class Lookups:
         if found.pending or not read or ask.fetch is None or self._peers is None:
             return found
         full = namespace.full_first[0]
-        saved_ns = ask.block_ns * sum(group == full for group, _ in read)
+        saved_ns = (ask.block_ns or 0) * sum(group == full for group, _ in read)
         positions = sorted(pairs[pair] for pair in read)
         paces = self._peers.inlet(namespace).paces
         if not paces.too_slow(ask.fetch, positions, saved_ns, now_ns):

@@ -44,7 +44,7 @@ class Ask(msgspec.Struct, eq=False):
     deadline_ns: int
     memory_only: bool = False
     off_disk: bool = False  # what comes up for it
-    block_ns: int = 0  # that its engine computes a block; 0: whatever is here is used
+    block_ns: int | None = 0  # that its engine computes a block; None, or not known: all is used
     look_ns: int = 0  # not before
     fetch: int | None = None  # what a peer was asked for it
     direct: dict[tuple[int, int], int] | None = None  # group, index -> position: workers read it

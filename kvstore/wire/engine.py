@@ -19,7 +19,7 @@ from kvstore.core.layout import RankGeometry, RankLayout, RankPages
 from kvstore.core.limits import Count, Hash, LeaseMs, Name, Number, Rank, Seconds, Text, Words
 from kvstore.wire.framing import Message
 
-VERSION = 5
+VERSION = 6
 
 Requests = msgspec.Meta(max_length=limits.STEP_ITEMS_MAX)
 Keys = Annotated[tuple[Hash, ...], msgspec.Meta(max_length=limits.STORED_MAX)]
@@ -61,7 +61,8 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     loadable: how many may be loaded, which lower tiers and peers are asked for; None: all.
     direct: workers read themselves what a peer has, into the engine's memory. off_disk: what comes
     up for it is not copied to lower tiers. block_ns: how long the engine computes a block; what
-    takes longer to read from a lower tier is left out of the answer; 0: nothing is.
+    takes longer to read from a lower tier or a peer is left out of the answer. 0: it does not know
+    yet, and what another engine has told counts; None: nothing is left out.
     """
 
     ask: Number
@@ -76,7 +77,7 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     loadable: Count | None = None
     direct: bool = False
     off_disk: bool = False
-    block_ns: Annotated[int, msgspec.Meta(ge=0, le=limits.BLOCK_NS_MAX)] = 0
+    block_ns: Annotated[int, msgspec.Meta(ge=0, le=limits.BLOCK_NS_MAX)] | None = None
 
 
 class HandedOver(msgspec.Struct, frozen=True, array_like=True):

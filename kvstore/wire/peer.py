@@ -57,7 +57,7 @@ import msgspec
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
-from kvstore.core.limits import GROUPS_MAX, HASH_BYTES_MAX, Hash, Words
+from kvstore.core.limits import BLOCK_NS_MAX, GROUPS_MAX, HASH_BYTES_MAX, Hash, Words
 from kvstore.core.types import GroupRule
 from kvstore.wire.framing import U32, WORD, Message, decoded, from_u32
 
@@ -112,7 +112,9 @@ class Want(Message, frozen=True):
     """Ask for blocks: for each group the indices wanted (u32) of a chain, first blocks first.
 
     request: hand-over request whose blocks are waited for while it is still computed. direct: they
-    can be read in an engine's memory, too, and no sums are needed.
+    can be read in an engine's memory, too, and no sums are needed. block_ns: how long the
+    consumer's engine computes a block; what takes longer to read from a lower tier is not offered.
+    0: that is not known, and the producer's engine counts; None: all is offered.
     """
 
     job: int
@@ -124,6 +126,7 @@ class Want(Message, frozen=True):
     lease_ms: int = 30_000
     push: bool = False
     direct: bool = False
+    block_ns: Annotated[int, msgspec.Meta(ge=0, le=BLOCK_NS_MAX)] | None = None
 
 
 class Land(Message, frozen=True):
@@ -192,12 +195,16 @@ class Refused(Message, frozen=True):
 
 
 class Offer(Message, frozen=True):
-    """Which positions can be had; the others are not here. tiers[i]: where positions[i] is."""
+    """Which positions can be had; the others are not here. tiers[i]: where positions[i] is.
+
+    block_ns: how long an engine of this store computes a block; 0: that is not known.
+    """
 
     job: int
     positions: Positions
     tiers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=256)]
     which: Positions  # u8 for each position: index into tiers
+    block_ns: Annotated[int, msgspec.Meta(ge=0, le=BLOCK_NS_MAX)] = 0
 
 
 class Have(Message, frozen=True):

@@ -32,6 +32,10 @@ BENCHES = {
     "nvme": ("tests.bench.nvme", "blocks to disk and back, against plain direct I/O"),
     "nvme-index": ("tests.bench.nvme_index", "how fast a disk's blocks are known after a start"),
     "service": ("tests.bench.service", "many engines on one store, against a bare echo server"),
+    "slow": (
+        "tests.bench.slow",
+        "a real vLLM engine whose blocks are on a slow disk, or a slow peer's; needs vllm",
+    ),
     "waiting": (
         "tests.bench.waiting",
         "a real vLLM engine's long queue of prompts on a disk, and on a slow one; needs vllm",

@@ -124,7 +124,7 @@ def progress(total: int) -> Iterator[Callable[..., None]]:
         yield tell
 
 
-def in_turn(names: Sequence[str], number: int) -> list[str]:
+def in_turn(names: Sequence[T], number: int) -> list[T]:
     """Order what is measured in a round of this number: each is the first in turn."""
     first = number % len(names)
     return [*names[first:], *names[:first]]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.bench.engine import Engine, Request
+from tests.bench.handover import HANDED
 from tests.bench.models import prompt
 from tests.bench.store import StoreProcess
 from tests.engine.identity import assert_same
@@ -45,3 +48,34 @@ def test_O21_an_engine_loads_from_a_quick_tier_and_computes_what_a_slow_one_has(
         else:
             assert found[FROM_ATTIC] >= all_tokens // 2
             assert TOO_SLOW not in found
+
+
+def test_O21_an_engine_computes_what_the_disk_of_another_node_reads_for_longer(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """It has computed nothing itself before: it goes by what the other engine took."""
+    requests = [Request(id=f"p{i}", tokens=prompt(92_000 + i, 1001)) for i in range(20)]
+    attic = f"{ATTIC}options = {{ block_ms = 50 }}\n"
+    settings = {"prefill": f'policy = "lru"\n[peer]\n{attic}', "decode": "[peer]\n"}
+    stores, engines = dict[str, StoreProcess](), dict[str, Engine]()
+    with ExitStack() as ends:
+        for name, text in settings.items():
+            (tmp_path / name).mkdir()
+            store = StoreProcess(tmp_path / name, CAPACITY, text, environment={"PYTHONPATH": ROOT})
+            stores[name] = ends.enter_context(store)
+            connector = attach(store, always_load=False)
+            engines[name] = ends.enter_context(Engine(model("llama_s"), connector=connector))
+        prefill, decode = engines["prefill"], engines["decode"]
+        reference, handed = [], []
+        for one in requests:
+            reference += prefill.run([one], max_tokens=TOKENS_OUT)
+            forget(prefill)
+            (made,) = prefill.run([replace(one, kv_transfer_params=HANDED)], max_tokens=1)
+            handed.append(replace(one, kv_transfer_params=made.kv_transfer_params))
+            forget(prefill)
+        settled(lambda: numbers(stores["prefill"].address))
+        got = [decode.run([one], max_tokens=TOKENS_OUT)[0] for one in handed]
+        assert_same(reference, got)
+        found = settled(lambda: numbers(stores["decode"].address))
+        from_peer = found.get("kvstore_hit_tokens{peer}", 0) / sum(len(r.tokens) for r in requests)
+        assert from_peer < 0.5, found

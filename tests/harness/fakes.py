@@ -329,7 +329,9 @@ class Engine:
         """Send a batch; answers go out with the next tick."""
         self.town.say(self.scheduler, p.Step(**fields))
 
-    def ask(self, chain: Sequence[bytes], *, memory_only: bool = False, block_ns: int = 0) -> int:
+    def ask(
+        self, chain: Sequence[bytes], *, memory_only: bool = False, block_ns: int | None = None
+    ) -> int:
         """Send a lookup and return its number."""
         self._asks += 1
         lookup = p.Lookup(
@@ -343,7 +345,7 @@ class Engine:
         self.pump()
         return self._asks
 
-    def hit(self, chain: Sequence[bytes], *, block_ns: int = 0) -> p.Granted:
+    def hit(self, chain: Sequence[bytes], *, block_ns: int | None = None) -> p.Granted:
         """Send a lookup and return its answer."""
         ask = self.ask(chain, block_ns=block_ns)
         if ask not in self.granted:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+from msgspec.structs import replace
+
 from kvstore.core.layout import RankPages
 from kvstore.core.tier import Tier, TierContext
 from kvstore.core.types import BlockKey, GroupRule, Slot
@@ -237,8 +239,16 @@ class Pair:
     def hand(self, request: str) -> None:
         self.producer.request_leases.running(request, self.source.manager, SLOT_BYTES, 1)
 
-    def want(self, chain: Sequence[bytes], *, push: bool = False, request: str = "") -> int:
-        want = m.Want(1, b"".join(chain), 32, (u32(range(len(chain))),), b"", request, push=push)
+    def want(
+        self,
+        chain: Sequence[bytes],
+        *,
+        push: bool = False,
+        request: str = "",
+        block_ns: int | None = None,
+    ) -> int:
+        indices, how = (u32(range(len(chain))),), {"push": push, "block_ns": block_ns}
+        want = replace(m.Want(1, b"".join(chain), 32, indices, b"", request), **how)
         return self.consumer.want(self.peer, want, self.taker.now_ns)
 
     def arrived(self, chain: Sequence[bytes]) -> int:

@@ -1,0 +1,81 @@
+"""How long loads take at each place that blocks are read from, with what is being read there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kvstore.core.pace import SHARE, Pace
+from kvstore.core.tier import Placing, Tier
+from kvstore.core.types import BlockKey
+
+_ALONE_SHARE = 1 / 4  # that a load counts which began while no other was under way
+PLACES_MAX = 256  # whose paces are known
+TRY_EVERY = 20  # of the time: what is too slow is read in any case for a twentieth of it
+
+
+class LoadPaces:
+    """How long it takes to read blocks at each place after all that are being read.
+
+    A place is a tier, or a tier of a peer; None: one that is not measured.
+    """
+
+    def __init__(self, tiers: Iterable[Tier] = ()) -> None:
+        """tiers: that read the blocks."""
+        self._placing = {tier.name: tier for tier in tiers if isinstance(tier, Placing)}
+        self._paces: dict[str, Pace] = {}  # those that were read last come last
+        self._reading: Counter[str] = Counter()  # blocks of loads under way
+        self._try_ns: dict[str, int] = {}  # when a place that is too slow is read again
+
+    def place_of(self, tier: Tier, key: BlockKey) -> str | None:
+        """Name the place where a tier reads a block."""
+        placing = self._placing.get(tier.name)
+        return tier.name if placing is None else placing.place(key)
+
+    def wait_ns(self, place: str | None, blocks: int) -> int:
+        """Return how long it takes until so many more blocks are read; 0: not known."""
+        pace = None if place is None else self._paces.get(place)
+        if place is None or pace is None:
+            return 0
+        return int(pace.seconds(self._reading[place] + blocks) * 1e9)
+
+    def too_slow(self, place: str | None, blocks: int, saved_ns: int, now_ns: int) -> bool:
+        """Tell whether reading so many blocks takes longer than so long.
+
+        Now and then they are to be read in any case, to see whether the place is still so slow.
+        """
+        wait_ns = self.wait_ns(place, blocks)
+        if place is None or wait_ns <= saved_ns:
+            return False
+        if now_ns < self._try_ns.get(place, 0):
+            return True
+        if len(self._try_ns) >= PLACES_MAX:
+            self._try_ns.clear()
+        self._try_ns[place] = now_ns + TRY_EVERY * wait_ns
+        return False
+
+    def idle(self, place: str | None) -> bool:
+        """Tell whether at a place that was measured nothing is being read."""
+        return place in self._paces and place not in self._reading
+
+    def began(self, place: str | None, blocks: int) -> tuple[int, int]:
+        """Note a load; return how long it will take, or 0, and how many blocks are being read."""
+        if place is None:
+            return 0, blocks
+        wait_ns = self.wait_ns(place, blocks)
+        self._reading[place] += blocks
+        return wait_ns, self._reading[place]
+
+    def ended(self, place: str | None, blocks: int, ahead: int, took_ns: int | None) -> None:
+        """Note its end. ahead: as began() said. took_ns: None for one that failed."""
+        if place is None:
+            return
+        self._reading[place] -= blocks
+        if not self._reading[place]:
+            del self._reading[place]
+        if took_ns is not None:
+            pace = self._paces.pop(place, None) or Pace()
+            if len(self._paces) >= PLACES_MAX:
+                del self._paces[next(iter(self._paces))]
+            self._paces[place] = pace
+            pace.note(ahead, took_ns / 1e9, _ALONE_SHARE if ahead == blocks else SHARE)
