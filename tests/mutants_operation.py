@@ -324,8 +324,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "kvstore/store/lookups.py": (
-        ("load_or_compute -k O21_an_engine_that", "block_ns = namespace.block_ns", "pass"),
-        ("slow_peers -k goes_by_the_peers", "if ask.block_ns == 0 else ask.block_ns", ""),
+        ("load_or_compute -k O21_an_engine_that", "lookup.block_ns or namespace.block_ns", "0"),
         (
             "tiers -k O20_a_hit_waits",
             "promote, whole = namespace.tiering.promote, ask.direct is None",
@@ -338,34 +337,35 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         ("load_or_compute -k O21_a_slow", "measure(namespace, chain, found.slow, now_ns)"),
         (
-            "slow_peers -k O21_direct_what",
-            "return self._worth_reading(ask, found, now_ns, wait=wait)",
-            "return found",
-        ),
-        (
             "pins -k Q51_after",
             "namespace.tiering.promote(chain, found.blocks, found.below, now_ns)\n        return",
             "pass\n        return",
         ),
     ),
     "kvstore/handover/jobs.py": (
-        ("slow_peers -k O21_a_peer_does", "if not block_ns:", "if True:"),
+        ("slow_peers -k O21_a_peer_does", "if not block_ns or ", "if True or "),
+        (
+            "slow_peers -k O21_a_peer_offers",
+            " or self.leases.computes(self.request, self.source.manager):",
+            ":",
+        ),
         (
             "slow_peers -k O21_a_peer_does",
             "self.source.block_ns if self.block_ns == 0",
             "0 if False",
         ),
     ),
-    "kvstore/handover/direct_paces.py": (
-        ("slow_peers -k O21_what_a_peer_still", "len(tiers) == 1 and PREFILL not in tiers", "True"),
-        ("slow_peers -k O21_direct_reads", " if direct.whole else None", ""),
+    "kvstore/handover/consumer.py": (
+        (
+            "slow_peers -k O21_what_a_peer_still",
+            "if fetch is None or tier == PREFILL:",
+            "if not fetch:",
+        ),
     ),
     "kvstore/store/load_or_compute.py": (
         ("load_or_compute -k O21_what", "max(waits_ns, default=0) - end * block_ns", "0"),
         ("load_or_compute -k O21_a_load_of_another", "if first < end]", "if False]"),
         ("load_or_compute -k O21_a_load_that_is_late", "now_ns - work.began_ns if late else ", ""),
-        ("load_or_compute -k twentieth", "MEASURED_NS // MEASURING // each_ns", "99"),
-        ("load_or_compute -k O21_a_slow", "now_ns >= namespace.measure_ns and ", ""),
         ("load_or_compute -k O21_a_hit_with_many", "LOOKS_MAX // (1 + len(below))", "LOOKS_MAX"),
     ),
     "kvstore/core/segmented.py": (
@@ -385,13 +385,15 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "return tier.name if placing is None else placing.place(key)",
             "return None if tier.name == 'peer' else tier.name",
         ),
-        ("slow_peers -k O21_direct_a_slow", "if now_ns < self._try_ns.get(place, 0):", "if False:"),
-        ("slow_peers -k O21_direct_a_slow", "self._try_ns[place] = now_ns + TRY_EVERY * wait_ns"),
+        ("load_or_compute -k twentieth", "if now_ns < self._try_ns.get(place, 0):", "if False:"),
+        ("load_or_compute -k twentieth", "TRY_EVERY * wait_ns), _TRY_NS_MAX)", "0), _TRY_NS_MAX)"),
+        ("load_or_compute -k within_a_minute", "_TRY_NS_MAX)", "1 << 60)"),
         ("load_or_compute -k O21_a_queue", "self._reading[place] + blocks) *", "blocks) *"),
         ("load_or_compute -k O21_a_slow", "self._reading[place] -= blocks"),
     ),
     "kvstore/core/pace.py": (
         ("load_or_compute -k a_line", "start >= 0:", "False:"),
+        ("load_or_compute -k of_little", "min(amount, most) * each", "amount * each"),
         ("load_or_compute -k of_like", "each > 0 and ", ""),
     ),
     "connectors/compute_pace.py": (

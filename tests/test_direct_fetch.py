@@ -343,10 +343,6 @@ class Others:
         self.offers = offers
         self.owed, self.asked = owed, 0
         self.read_: list[list[int]] = []
-        self.slow = False
-        self.computed_ns = 0  # a block, by their engine
-        self.saved_ns: list[int] = []
-        self.paces = self
         self.over: list[int] = []
 
     def fetch(
@@ -364,15 +360,8 @@ class Others:
         self.asked += 1
         return self.offers if self.asked > self.owed else None
 
-    def block_ns(self, _fetch: int) -> int:
-        return self.computed_ns
-
     def pushes(self, _address: str) -> bool:
         return True
-
-    def too_slow(self, _fetch: int, _positions: list[int], saved_ns: int, _now_ns: int) -> bool:
-        self.saved_ns.append(saved_ns)
-        return self.slow
 
     def claim(
         self, _fetch: int, _session: int, _workers: Mapping[int, int], positions: list[int]
@@ -394,8 +383,6 @@ def asking(
     *,
     memory_only: bool = False,
     block_ns: int | None = None,
-    slow: bool = False,
-    computed_ns: int = 0,
 ) -> tuple[Others, Engine]:
     """An engine has stored all but the second of four blocks, and asks a peer for it."""
     town, chain = Town(tiers=[("shelf", MemoryTier)]), hashes(4)
@@ -407,7 +394,6 @@ def asking(
     for tier in namespace.tiering.tiers:
         tier.clear()
     others = Others(offers, owed)
-    others.slow, others.computed_ns = slow, computed_ns
     town.store._lookups._peers = others  # type: ignore[assignment]
     where = {"memory_only": memory_only, "peer": "x:1", "direct": True, "block_ns": block_ns}
     engine.step(lookups=(replace(p.Lookup(77, b"".join(chain), 32), **where),))

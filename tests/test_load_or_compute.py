@@ -224,15 +224,34 @@ def test_O21_a_slow_tier_is_measured_now_and_then_and_used_once_it_is_quick() ->
 def test_O21_a_slow_tier_is_measured_for_a_twentieth_of_the_time() -> None:
     street = Street(disk=SLOW)
     street.measured()
-    chain = street.put(hashes(10, "long"))
-    read_ns = 0
-    began_ns = street.town.now_ns
-    for _ in range(400):
-        assert len(blocks(street.hit(chain))) < 10, "what was read to measure is in memory"
-        read_ns += 10 * MS if street.tiering.coming else 0
-        street.town.tick(10)
-    seconds = (street.town.now_ns - began_ns) / 1e9
-    assert 0.02 <= read_ns / 1e9 / seconds <= 0.07
+    chains = [street.put(hashes(4, f"chain {number}")) for number in range(40)]
+    loaded = street.tiering.counts["disk", "loaded"]
+    for number in range(1000):
+        street.hit(chains[number % len(chains)])
+        street.town.tick(20)
+    loaded = street.tiering.counts["disk", "loaded"] - loaded
+    assert 0.02 <= loaded * SLOW / (1000 * 20 * MS) <= 0.06
+
+
+def test_O21_a_slow_place_is_read_again_within_a_minute() -> None:
+    """Whatever made it slow may have gone, and nothing but a load shows that."""
+    loads = LoadPaces()
+    loads.began("disk", 1000)
+    loads.ended("disk", 1000, 1000, 10**12)
+    assert not loads.too_slow("disk", 1000, 10**9, 0), "nobody has tried"
+    assert loads.too_slow("disk", 1000, 10**9, 59 * 10**9)
+    assert not loads.too_slow("disk", 1000, 10**9, 60 * 10**9)
+
+
+def test_O21_what_was_measured_of_little_does_not_speak_of_much() -> None:
+    """All of it may have been the start: of a connection, say."""
+    pace = Pace()
+    pace.note(1, 1.0)
+    assert pace.seconds(1) == pace.seconds(1000) == pytest.approx(1)
+    for _ in range(20):
+        pace.note(10, 1.01)
+    assert pace.seconds(10) == pytest.approx(1.01, rel=0.05)
+    assert pace.seconds(1000) < 1.2
 
 
 class Counted(list[Found]):

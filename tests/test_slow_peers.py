@@ -8,7 +8,7 @@ from kvstore.core.load_paces import TRY_EVERY
 from kvstore.wire import engine as p
 from tests.harness.fakes import blocks, hashes, keys_of
 from tests.harness.handover_pair import Pair, stored
-from tests.test_direct_fetch import asking, offered, reading
+from tests.test_direct_fetch import asking
 
 MS = 1_000_000
 SLOW = 40  # turns of 1 ms that a message or a transfer takes
@@ -101,90 +101,35 @@ def test_O21_what_a_peer_still_computes_is_waited_for() -> None:
         pair.decode.step(release=(found.lease,))
 
 
-# Read by workers, into an engine
-
-
-def test_O21_direct_a_slow_peer_is_left_and_tried_a_twentieth_of_the_time() -> None:
-    pair, chain = stored(3)
-    pair.wire.least = SLOW
-    number = offered(pair, chain)
-    pair.claim(number, [0, 1, 2])
-    pair.run(SLOW)
-    while len(pair.passed_on) < 3:
-        pair.run(1)
-    pair.read(number, [0, 1, 2])
-    pair.run(3 * SLOW)
-    assert pair.passed == dict.fromkeys([(number, 0), (number, 1), (number, 2)], True)
-
-    consumer = pair.consumer
-
-    def slow(saved_ns: int) -> bool:
-        return consumer.paces.too_slow(fetch, [0, 1, 2], saved_ns, pair.taker.now_ns)
-
-    fetch = offered(pair, chain)
-    assert [slow(0), slow(0)] == [False, True], "tried once more"
-    took_ns = next(ns for ns in range(0, 10**10, MS) if not slow(ns))
-    assert SLOW * MS <= took_ns <= 6 * SLOW * MS
-    pair.wire.least = 0
-    pair.run(1, TRY_EVERY * took_ns // MS - 100)
-    fetch = offered(pair, chain)
-    assert slow(COMPUTED)
-    pair.run(100)
-    assert [slow(COMPUTED), slow(COMPUTED)] == [False, True]
-
-
-def test_O21_direct_reads_that_failed_say_nothing_of_a_peers_pace() -> None:
-    pair, chain = stored(3)
-    pair.wire.least = SLOW
-    number = reading(pair, chain)
-    pair.run(2 * SLOW)
-    pair.read(number, [0, 1])
-    pair.read(number, [2], ok=False)
-    pair.run(3 * SLOW)
-    fetch = offered(pair, chain)
-    assert not pair.consumer.paces.too_slow(fetch, [0, 1, 2], 0, pair.taker.now_ns)
-    assert not pair.consumer.paces.too_slow(fetch, [0, 1, 2], 0, pair.taker.now_ns)
-
-
-@pytest.mark.parametrize("slow", [False, True])
-def test_O21_direct_what_workers_would_read_for_longer_is_left(slow: bool) -> None:
-    offers = {0: "cpu", 1: "cpu", 2: "cpu"}
-    others, engine = asking(offers, block_ns=COMPUTED, slow=slow)
-    engine.town.settle(engine, turns=12)
-    found = engine.granted[77]
-    assert others.saved_ns == [3 * COMPUTED]
-    if slow:
-        assert blocks(found) == [0]
-        assert found.missed == ("too_slow", 4)
-        assert (others.read_, others.over) == ([], [1])
-    else:
-        assert [sorted(positions) for positions in others.read_] == [[0, 1, 2]]
-
-
 # An engine that has computed too little to know its pace
 
 
 def test_O21_a_peer_says_how_long_its_engine_computes_a_block() -> None:
-    pair, chain = stored(3)
-    assert pair.consumer.paces.block_ns(wait_offered(pair, chain)) == 0
-    pair.prefill.hit(chain, block_ns=COMPUTED)
+    pair, chain = stored(6)
+    pair.wire.least = SLOW
+    fetched(pair, chain[:3])
     number = wait_offered(pair, chain)
-    assert pair.consumer.paces.block_ns(number) == COMPUTED
+    assert len(blocks(pair.decode.hit(chain, block_ns=0))) == 6, "nobody has said it"
     pair.consumer.claimed(number)
-    pair.run(SLOW)
-    assert pair.consumer.paces.block_ns(number) == 0, "it is over"
+    pair.run(4 * SLOW)
+    pair.prefill.hit(chain, block_ns=COMPUTED)
+    more = [*chain, *hashes(4, "more")]
+    pair.put(more)
+    number = wait_offered(pair, more)
+    assert pair.target.block_ns == COMPUTED
+    found = pair.decode.hit(more, block_ns=0)
+    assert (len(blocks(found)), found.missed) == (6, ("too_slow", 10))
+    pair.decode.hit(chain, block_ns=MS)
+    wait_offered(pair, chain)
+    assert pair.target.block_ns == MS, "what its own engine says counts"
 
 
-@pytest.mark.parametrize(("own", "counts"), [(0, 3 * COMPUTED), (MS, 3 * MS), (None, None)])
-def test_O21_an_engine_without_a_pace_of_its_own_goes_by_the_peers(
-    own: int | None, counts: int | None
-) -> None:
-    offers = {0: "cpu", 1: "cpu", 2: "cpu"}
-    others, engine = asking(offers, block_ns=own, computed_ns=COMPUTED, slow=True)
+def test_O21_direct_what_a_peer_has_is_read_in_any_case() -> None:
+    others, engine = asking({0: "cpu", 1: "cpu", 2: "cpu"}, block_ns=1)
     engine.town.settle(engine, turns=12)
-    found = engine.granted[77]
-    assert others.saved_ns == ([] if counts is None else [counts])
-    assert len(blocks(found)) == (4 if counts is None else 1)
+    assert blocks(engine.granted[77]) == [0, 1, 2, 3]
+    assert [sorted(positions) for positions in others.read_] == [[0, 1, 2]]
+    assert others.wants[0].block_ns == 1
 
 
 # Lower tiers of the peer
@@ -208,7 +153,10 @@ def test_O21_a_peer_does_not_offer_what_its_disk_reads_for_longer_than_it_takes_
     below = keys_of(chain)[2:]
     for key in reversed(below):
         pair.source.manager.drop(key, "test")
-    pair.source.tiering.loads.ended("shelf", 1, 1, SLOW * MS)
+    loads = pair.source.tiering.loads
+    for count in (1, 4):
+        loads.began("shelf", count)
+        loads.ended("shelf", count, count, count * SLOW * MS)
     pair.source.block_ns = its
     found = []
     for _ in range(2):
@@ -221,8 +169,26 @@ def test_O21_a_peer_does_not_offer_what_its_disk_reads_for_longer_than_it_takes_
     some = dict.fromkeys([0, 1], "cpu")
     everything = some | dict.fromkeys(range(2, 6), "shelf")
     assert found == [everything, everything if offered else some], "tried once"
-    pair.run(1, TRY_EVERY * 4 * SLOW)
+    pair.run(1, TRY_EVERY * 4 * SLOW + 10)
     number = pair.want(chain, block_ns=theirs)
     while (offers := pair.consumer.offered(number)) is None:
         pair.run(1)
     assert dict(offers) == everything, "and now and then"
+
+
+def test_O21_a_peer_offers_all_that_a_request_which_still_runs_has() -> None:
+    """Its engine may compute anew what the disk is too slow for, and the other one waits for it."""
+    pair, chain = stored(6)
+    for key in reversed(keys_of(chain)[2:]):
+        pair.source.manager.drop(key, "test")
+    loads = pair.source.tiering.loads
+    loads.began("shelf", 4)
+    loads.ended("shelf", 4, 4, 4 * SLOW * MS)
+    pair.hand("runs")
+    for _ in range(3):
+        number = pair.want(chain, request="runs", block_ns=COMPUTED)
+        while (offers := pair.consumer.offered(number)) is None:
+            pair.run(1)
+        assert len(offers) == 6
+        pair.consumer.claimed(number)
+        pair.run(10)

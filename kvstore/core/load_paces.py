@@ -12,6 +12,7 @@ from kvstore.core.types import BlockKey
 _ALONE_SHARE = 1 / 4  # that a load counts which began while no other was under way
 PLACES_MAX = 256  # whose paces are known
 TRY_EVERY = 20  # of the time: what is too slow is read in any case for a twentieth of it
+_TRY_NS_MIN, _TRY_NS_MAX = 1_000_000_000, 60_000_000_000
 
 
 class LoadPaces:
@@ -47,16 +48,26 @@ class LoadPaces:
         wait_ns = self.wait_ns(place, blocks)
         if place is None or wait_ns <= saved_ns:
             return False
-        if now_ns < self._try_ns.get(place, 0):
-            return True
-        if len(self._try_ns) >= PLACES_MAX:
-            self._try_ns.clear()
-        self._try_ns[place] = now_ns + TRY_EVERY * wait_ns
-        return False
+        return not self._due(place, wait_ns, now_ns)
 
-    def idle(self, place: str | None) -> bool:
-        """Tell whether at a place that was measured nothing is being read."""
-        return place in self._paces and place not in self._reading
+    def take_turn(self, place: str | None, blocks: int, now_ns: int) -> bool:
+        """Tell whether so many blocks are to be read at a slow place, only to see how slow it is.
+
+        Not while anything is being read there: that tells as much.
+        """
+        if place is None or place not in self._paces or place in self._reading:
+            return False
+        return self._due(place, self.wait_ns(place, blocks), now_ns)
+
+    def _due(self, place: str, wait_ns: int, now_ns: int) -> bool:
+        if now_ns < self._try_ns.get(place, 0):
+            return False
+        self._try_ns.pop(place, None)
+        if len(self._try_ns) >= PLACES_MAX:
+            del self._try_ns[next(iter(self._try_ns))]
+        later_ns = min(max(_TRY_NS_MIN, TRY_EVERY * wait_ns), _TRY_NS_MAX)
+        self._try_ns[place] = now_ns + later_ns
+        return True
 
     def began(self, place: str | None, blocks: int) -> tuple[int, int]:
         """Note a load; return how long it will take, or 0, and how many blocks are being read."""

@@ -9,6 +9,7 @@ count most. Where all had about the same amount, or noise turns the line round, 
 from __future__ import annotations
 
 SHARE = 1 / 8
+_REACH = 8  # times the mean amount: what is more takes at least as long
 _SPREAD = 1 / 64  # of the mean's square: a smaller variance says nothing of the line's direction
 
 
@@ -34,19 +35,29 @@ class Pace:
     @property
     def line(self) -> tuple[float, float]:
         """Return the seconds that any amount takes, and those of each unit; 0 if not known."""
+        start, each, _ = self._line()
+        return start, each
+
+    def _line(self) -> tuple[float, float, float]:
+        """Return the line, and the amount up to which it is believed."""
         if not self._amounts:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         amount, seconds = self._amounts / self.weight, self._seconds / self.weight
         square, product = self._squares / self.weight, self._products / self.weight
         variance = square - amount * amount
+        most = amount
         if variance > square * _SPREAD:
             each = (product - amount * seconds) / variance
             start = seconds - amount * each
+            most *= _REACH if each > 0 else 1
             if each > 0 and start >= 0:
-                return start, each
-        return 0.0, product / square
+                return start, each, most
+        return 0.0, product / square, most
 
     def seconds(self, amount: float) -> float:
-        """Return how long so much takes, as far as is known."""
-        start, each = self.line
-        return start + amount * each
+        """Return how long so much takes at least, as far as is known.
+
+        What was measured of little says little of much: all of it may have been the start.
+        """
+        start, each, most = self._line()
+        return start + min(amount, most) * each

@@ -73,7 +73,7 @@ class Telling(Protocol):
 
 @runtime_checkable
 class Placing(Protocol):
-    """A tier that reads at several places, each at a pace of its own; peers are one."""
+    """A tier that reads at several places, each at a pace of its own: other stores."""
 
     def place(self, key: BlockKey) -> str | None:
         """Name the place of a block that is a HIT; None: it is still being computed there."""

@@ -17,9 +17,8 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.types import BlockKey, Chain, JobResult, LookupResult, TransferJob
 from kvstore.handover.arrivals import Arrivals
 from kvstore.handover.direct_fetches import DirectFetch, Send
-from kvstore.handover.direct_paces import DirectPaces
 from kvstore.handover.fetches import LEASE_MS, OPEN, UNCLAIMED, Fetch, Fetched
-from kvstore.handover.jobs import Source
+from kvstore.handover.jobs import PREFILL, Source
 from kvstore.handover.links import Links
 from kvstore.handover.moves import CLAIMED, MOVING, OFFERED, WANTED
 from kvstore.handover.runs import Part, runs_of
@@ -77,7 +76,6 @@ class Consumer:
         self._late: dict[int, Fetch] = {}  # ended, and something given up may still be written
         self._located: dict[BlockKey, int] = {}  # see Fetch
         self._direct: dict[int, DirectFetch] = {}  # until their leases end
-        self.paces = DirectPaces(self._fetches, peers)
         self._regions = Regions()
         self._next = 1
         self._now_ns = 0
@@ -174,7 +172,10 @@ class Consumer:
         """Name the peer and its tier that has an offered block; None: its engine computes it."""
         number, position = divmod(self._located.get(key, 0), m.JOB_BLOCKS_MAX)
         fetch = self._fetches.get(number)
-        return None if fetch is None else self.paces.place(fetch, (position,))
+        tier = PREFILL if fetch is None else fetch.tier_of(position)
+        if fetch is None or tier == PREFILL:
+            return None
+        return f"{self._peers.address_of(fetch.connection)} {tier}"
 
     # What workers read, or have written
 
@@ -198,7 +199,6 @@ class Consumer:
             fetch.into = direct
             for run in runs_of(wanted):
                 fetch.states.put(run, CLAIMED)
-            self.paces.began(direct, fetch, wanted)
             if push:
                 direct.tell(p.Places(number, push=True))
             direct.readable(fetch, wanted)
@@ -266,6 +266,7 @@ class Consumer:
             case m.Offer():
                 fetch.heard_ns = now_ns
                 fetch.take(message)
+                self._source.block_ns = self._source.block_ns or message.block_ns
             case m.Have():
                 fetch.heard_ns = now_ns
                 fetch.have(message, self._regions, now_ns)
@@ -347,8 +348,6 @@ class Consumer:
         """Release and forget a fetch whose blocks have all ended."""
         if fetch.left or self._fetches.pop(fetch.number, None) is None:
             return
-        if (direct := self._direct.get(fetch.number)) is not None:
-            self.paces.ended(direct, fetch)
         self._late[fetch.number] = fetch
         self._forget_late(fetch)
         if not fetch.released:

@@ -60,18 +60,6 @@ def no_workers(_connection: int, _message: framing.Message, _fd: int | None) -> 
     """Send nothing: there are no workers."""
 
 
-class Reading(msgspec.Struct, frozen=True):
-    """When workers began to read blocks, or a peer to write them: their place, as in LoadPaces.
-
-    ahead: blocks that were being read there then, these included.
-    """
-
-    place: str | None
-    blocks: int
-    ahead: int
-    began_ns: int
-
-
 class DirectFetch(msgspec.Struct, eq=False):
     """One fetch between the store and a session's workers, until its lease ends.
 
@@ -95,8 +83,6 @@ class DirectFetch(msgspec.Struct, eq=False):
     agents: dict[int, str] = {}  # of ranks that have named engine blocks
     targets: dict[int, list[int]] = {}  # engine blocks that some rank has named, by position
     verdicts: dict[tuple[bool, bool], list[int]] = {}  # that workers do not know yet
-    reading: Reading | None = None
-    whole: bool = True  # all that has ended has arrived
 
     def tell(self, message: framing.Message) -> None:
         """Send to all workers."""
@@ -248,10 +234,7 @@ class DirectFetch(msgspec.Struct, eq=False):
 
     def passed(self, positions: Iterable[int], *, ok: bool, written: bool = False) -> None:
         """Record blocks' verdict: valid, failed, or failed with a write possibly in flight."""
-        before = self.verdicts.setdefault((ok, written), [])
-        known = len(before)
-        before.extend(positions)
-        self.whole &= ok or len(before) == known
+        self.verdicts.setdefault((ok, written), []).extend(positions)
 
     def flush(self) -> None:
         """Send verdicts to the workers; that nothing is written any more follows that it may be."""

@@ -71,7 +71,6 @@ class Fetch(Move):
     computed_ns: int | None = None  # when its peer said that it still computes
     released: bool = False  # by the peer, or the connection is lost: nothing is left to say
     tiers: tuple[str, ...] = ()  # of the peer's
-    block_ns: int = 0  # that its engine takes to compute one; 0: not known
     ranks_told: bool = False  # to the peer: where it writes
     ended: bool = False  # the peer writes nothing any more
     late: set[int] = field(default_factory=set)  # given up, and something may still be written
@@ -107,7 +106,7 @@ class Fetch(Move):
         if (most := max(offer.which, default=0)) >= min(len(offer.tiers), 255) and offered:
             raise ProtocolError(f"tier {most}, expected below {len(offer.tiers)}")
         self.offered = True
-        self.tiers, self.block_ns = offer.tiers, offer.block_ns
+        self.tiers = offer.tiers
         which = memoryview(bytes(tier + 1 for tier in offer.which))
         for run in runs_of(offered):
             self.which[slice(*run)], which = which[: run[1] - run[0]], which[run[1] - run[0] :]

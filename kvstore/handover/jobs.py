@@ -206,19 +206,24 @@ class Job(Move):
         return found
 
     def too_slow(self, tiers: Sequence[str | None], now_ns: int) -> set[str]:
-        """Name the tiers that are read for longer than the peer's engine computes these blocks.
+        """Name the tiers that are read for longer than computing takes from their first block on.
 
-        tiers: of each block. What the peer would not wait for is not read for it.
+        tiers: of each block. What the peer's engine would not wait for is not read for it. While
+        the job's request runs, and what it lacks is computed here, all is offered.
         """
         block_ns = self.source.block_ns if self.block_ns == 0 else self.block_ns
-        if not block_ns:
+        if not block_ns or self.leases.computes(self.request, self.source.manager):
             return set()
-        loads, saved_ns = self.source.tiering.loads, block_ns * max(map(len, self.wanted))
-        read = Counter(filter(None, tiers)).items()
+        places = list(zip(tiers, (i for indices in self.wanted for i in indices), strict=True))
+        first: dict[str, int] = {}
+        for tier, index in places:
+            if tier is not None:
+                first[tier] = min(index, first.get(tier, index))
+        end, loads = max((index for _, index in places), default=0) + 1, self.source.tiering.loads
         return {
             tier
-            for tier, blocks in read
-            if loads.too_slow(tier, blocks, saved_ns * blocks // len(tiers), now_ns)
+            for tier, index in first.items()
+            if loads.too_slow(tier, tiers.count(tier), (end - index) * block_ns, now_ns)
         }
 
     def _from_prefill(self, key: BlockKey) -> str | None:

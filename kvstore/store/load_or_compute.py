@@ -19,8 +19,6 @@ ENDS_MAX = 32  # that are compared
 LOOKS_MAX = 4096
 """At all runs, for all ends together. Blocks that are by turns in memory and on disk make as many
 runs; then few ends are compared."""
-MEASURED_NS = 1_000_000_000  # between two loads that are made to measure a slow place
-MEASURING = 20  # and for a twentieth of it at most
 
 
 def worth_loading(
@@ -79,9 +77,6 @@ def measure(namespace: Namespace, chain: Chain, run: Found, now_ns: int) -> None
     It would not be measured otherwise, and be taken for slow for ever.
     """
     tiering = namespace.tiering
-    if now_ns >= namespace.measure_ns and tiering.loads.idle(run.place):
-        namespace.measure_ns = now_ns + MEASURED_NS
-        each_ns = max(1, tiering.loads.wait_ns(run.place, 1))
-        most = max(1, min(tiering.load_blocks, MEASURED_NS // MEASURING // each_ns))
-        end = min(run.end, run.first + most)
+    end = min(run.end, run.first + tiering.load_blocks)
+    if tiering.loads.take_turn(run.place, end - run.first, now_ns):
         tiering.promote(chain, end, [run._replace(end=end)], now_ns)

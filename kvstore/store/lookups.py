@@ -133,11 +133,7 @@ class Lookups:
         loadable = blocks if lookup.loadable is None else min(lookup.loadable, blocks)
         memory_only = lookup.memory_only or self._engine.promote_ns == 0
         deadline_ns = now_ns + self._engine.defer_ns
-        block_ns = lookup.block_ns
-        if block_ns:
-            namespace.block_ns = block_ns
-        elif block_ns is not None:
-            block_ns = namespace.block_ns
+        namespace.block_ns = lookup.block_ns or namespace.block_ns
         ask = Ask(
             lookup.ask,
             namespace,
@@ -147,7 +143,7 @@ class Lookups:
             deadline_ns,
             memory_only,
             lookup.off_disk,
-            block_ns,
+            lookup.block_ns,
         )
         alone = memory_only or namespace.layout.unnamed
         if lookup.peer and self._peers is not None and not alone:
@@ -190,7 +186,7 @@ class Lookups:
             push = not direct and peers.pushes(lookup.peer)
         indices = tuple(framing.u32(group) for group in lacking)
         hashes = lookup.hashes[: blocks * width]
-        scope, request, block_ns = lookup.scope, lookup.request, ask.block_ns
+        scope, request, block_ns = lookup.scope, lookup.request, ask.compute_ns
         want = m.Want(0, hashes, width, indices, scope, request, push=push, block_ns=block_ns)
         ask.fetch = peers.fetch(ask.namespace, lookup.peer, want, ask.asked_ns, direct=direct)
         if direct and ask.fetch is not None:
@@ -226,11 +222,9 @@ class Lookups:
         """Tell whether the peer that was asked has still to answer; once it has, look at once."""
         if ask.fetch is None or self._peers is None or ask.offered is not None:
             return False
-        inlet = self._peers.inlet(ask.namespace)
-        ask.offered = inlet.offered(ask.fetch)
+        ask.offered = self._peers.inlet(ask.namespace).offered(ask.fetch)
         if ask.offered is not None:
             ask.look_ns = 0
-            ask.block_ns = inlet.paces.block_ns(ask.fetch) if ask.block_ns == 0 else ask.block_ns
         return ask.offered is None
 
     def _settled(self, ask: Ask, now_ns: int) -> _Hit | None:
@@ -249,39 +243,20 @@ class Lookups:
         return None
 
     def _look(self, ask: Ask, now_ns: int, *, wait: bool = True) -> _Hit:
-        """Look in all tiers, each block once; wait: those that may be there soon are pending."""
-        found = self._look_for(ask, ask.blocks, wait=wait)
-        if not ask.block_ns or ask.memory_only:
+        """Look in all tiers, each block once; wait: those that may be there soon are pending.
+
+        What workers read from a peer is read in any case.
+        """
+        found, block_ns = self._look_for(ask, ask.blocks, wait=wait), ask.compute_ns
+        loads = found.below or ask.namespace.tiering.coming
+        if not block_ns or ask.memory_only or ask.direct is not None or not loads:
             return found
-        if ask.direct is not None:
-            return self._worth_reading(ask, found, now_ns, wait=wait)
-        if not found.below and not ask.namespace.tiering.coming:
-            return found
-        end = worth_loading(
-            ask.namespace, ask.chain, found.blocks, found.below, ask.block_ns, now_ns
-        )
+        end = worth_loading(ask.namespace, ask.chain, found.blocks, found.below, block_ns, now_ns)
         if end == found.blocks:
             return found
         slow = next((run for run in found.below if run.first >= end), None)
         cut = self._look_for(ask, end, wait=wait)
         return msgspec.structs.replace(cut, there=found.blocks, end=end, slow=slow)
-
-    def _worth_reading(self, ask: Ask, found: _Hit, now_ns: int, *, wait: bool) -> _Hit:
-        """Leave out what workers would read from a peer for longer than computing it takes."""
-        namespace, offered, pairs = ask.namespace, ask.offered or {}, ask.direct or {}
-        read = [pair for pair, at in pairs.items() if pair[1] < found.blocks and at in offered]
-        if found.pending or not read or ask.fetch is None or self._peers is None:
-            return found
-        full = namespace.full_first[0]
-        saved_ns = (ask.block_ns or 0) * sum(group == full for group, _ in read)
-        positions = sorted(pairs[pair] for pair in read)
-        paces = self._peers.inlet(namespace).paces
-        if not paces.too_slow(ask.fetch, positions, saved_ns, now_ns):
-            return found
-        self._let_go(ask)
-        ask.fetch = ask.direct = ask.offered = None
-        here = self._look_for(ask, ask.blocks, wait=wait)
-        return msgspec.structs.replace(here, there=found.blocks, end=here.blocks)
 
     def _look_for(self, ask: Ask, blocks: int, *, wait: bool) -> _Hit:
         namespace, coming = ask.namespace, not ask.memory_only

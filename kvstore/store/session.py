@@ -44,11 +44,19 @@ class Ask(msgspec.Struct, eq=False):
     deadline_ns: int
     memory_only: bool = False
     off_disk: bool = False  # what comes up for it
-    block_ns: int | None = 0  # that its engine computes a block; None, or not known: all is used
+    block_ns: int | None = None  # as in Lookup
     look_ns: int = 0  # not before
     fetch: int | None = None  # what a peer was asked for it
     direct: dict[tuple[int, int], int] | None = None  # group, index -> position: workers read it
     offered: Mapping[int, str] | None = None  # of these positions: in which tier
+
+    @property
+    def compute_ns(self) -> int | None:
+        """Say how long computing a block takes, by another engine if need be; 0: not known.
+
+        None: all that is here is used.
+        """
+        return self.namespace.block_ns if self.block_ns == 0 else self.block_ns
 
     def of_peer(self, group: int, index: int) -> LookupResult:
         """Tell whether workers can read a block from the peer that was asked."""

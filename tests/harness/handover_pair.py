@@ -329,6 +329,14 @@ class _Target:
             digest=context.namespace, rules=(GroupRule(),), slot_bytes=context.slot_bytes
         )
 
+    @property
+    def block_ns(self) -> int:
+        return self._pair.target.block_ns
+
+    @block_ns.setter
+    def block_ns(self, block_ns: int) -> None:
+        self._pair.target.block_ns = block_ns
+
     def view(self, slot: Slot) -> memoryview:
         return self._pair.target.view(slot)
 
