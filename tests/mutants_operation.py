@@ -344,6 +344,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/handover/jobs.py": (
         ("slow_peers -k O21_a_peer_does", "if not block_ns or ", "if True or "),
+        ("slow_peers -k O21_a_peer_counts", "end if gap is None else min(end, gap)", "len(tiers)"),
         (
             "slow_peers -k O21_a_peer_offers",
             " or self.leases.computes(self.request, self.source.manager):",
@@ -388,6 +389,8 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("load_or_compute -k twentieth", "if now_ns < self._try_ns.get(place, 0):", "if False:"),
         ("load_or_compute -k twentieth", "TRY_EVERY * wait_ns), _TRY_NS_MAX)", "0), _TRY_NS_MAX)"),
         ("load_or_compute -k within_a_minute", "_TRY_NS_MAX)", "1 << 60)"),
+        ("load_or_compute -k become_quick", "return place in self._reading or", "return"),
+        ("load_or_compute -k become_quick", "pace = Pace()  # whatever", "pass  # whatever"),
         ("load_or_compute -k O21_a_queue", "self._reading[place] + blocks) *", "blocks) *"),
         ("load_or_compute -k O21_a_slow", "self._reading[place] -= blocks"),
     ),

@@ -116,12 +116,16 @@ def test_O21_a_peer_says_how_long_its_engine_computes_a_block() -> None:
     more = [*chain, *hashes(4, "more")]
     pair.put(more)
     number = wait_offered(pair, more)
-    assert pair.target.block_ns == COMPUTED
+    assert (pair.target.block_ns, pair.target.peer_block_ns) == (0, COMPUTED)
     found = pair.decode.hit(more, block_ns=0)
     assert (len(blocks(found)), found.missed) == (6, ("too_slow", 10))
-    pair.decode.hit(chain, block_ns=MS)
-    wait_offered(pair, chain)
-    assert pair.target.block_ns == MS, "what its own engine says counts"
+    pair.prefill.hit(chain, block_ns=MS)
+    wait_offered(pair, more)
+    assert pair.target.peer_block_ns == MS, "as it said last"
+    pair.decode.hit(chain, block_ns=100 * SLOW * MS)
+    number = wait_offered(pair, more)
+    found = pair.decode.hit(more, block_ns=0)
+    assert len(blocks(found)) == 10, "an engine of its own store counts more"
 
 
 def test_O21_direct_what_a_peer_has_is_read_in_any_case() -> None:
@@ -133,6 +137,14 @@ def test_O21_direct_what_a_peer_has_is_read_in_any_case() -> None:
 
 
 # Lower tiers of the peer
+
+
+def measured(pair: Pair) -> None:
+    """Have the prefill store know its shelf for slow, whatever that is here."""
+    loads = pair.source.tiering.loads
+    for count in (1, 4, 1, 4):
+        loads.began("shelf", count)
+        loads.ended("shelf", count, count, count * SLOW * MS)
 
 
 @pytest.mark.parametrize(
@@ -153,10 +165,7 @@ def test_O21_a_peer_does_not_offer_what_its_disk_reads_for_longer_than_it_takes_
     below = keys_of(chain)[2:]
     for key in reversed(below):
         pair.source.manager.drop(key, "test")
-    loads = pair.source.tiering.loads
-    for count in (1, 4):
-        loads.began("shelf", count)
-        loads.ended("shelf", count, count, count * SLOW * MS)
+    measured(pair)
     pair.source.block_ns = its
     found = []
     for _ in range(2):
@@ -166,6 +175,7 @@ def test_O21_a_peer_does_not_offer_what_its_disk_reads_for_longer_than_it_takes_
         found.append(dict(offers))
         pair.consumer.claimed(number)
         pair.run(10)
+        measured(pair)
     some = dict.fromkeys([0, 1], "cpu")
     everything = some | dict.fromkeys(range(2, 6), "shelf")
     assert found == [everything, everything if offered else some], "tried once"
@@ -181,9 +191,7 @@ def test_O21_a_peer_offers_all_that_a_request_which_still_runs_has() -> None:
     pair, chain = stored(6)
     for key in reversed(keys_of(chain)[2:]):
         pair.source.manager.drop(key, "test")
-    loads = pair.source.tiering.loads
-    loads.began("shelf", 4)
-    loads.ended("shelf", 4, 4, 4 * SLOW * MS)
+    measured(pair)
     pair.hand("runs")
     for _ in range(3):
         number = pair.want(chain, request="runs", block_ns=COMPUTED)
@@ -192,3 +200,19 @@ def test_O21_a_peer_offers_all_that_a_request_which_still_runs_has() -> None:
         assert len(offers) == 6
         pair.consumer.claimed(number)
         pair.run(10)
+        measured(pair)
+
+
+def test_O21_a_peer_counts_what_can_be_computed_up_to_the_first_block_that_nobody_has() -> None:
+    pair, chain = stored(3)
+    pair.source.manager.drop(keys_of(chain)[2], "test")
+    measured(pair)
+    longer = [*chain, *hashes(400, "nobody has these")]
+    for tiers in ({0: "cpu", 1: "cpu", 2: "shelf"}, {0: "cpu", 1: "cpu"}):
+        number = pair.want(longer, block_ns=COMPUTED)
+        while (offers := pair.consumer.offered(number)) is None:
+            pair.run(1)
+        assert dict(offers) == tiers
+        pair.consumer.claimed(number)
+        pair.run(10)
+        measured(pair)

@@ -11,7 +11,8 @@ from kvstore.core.types import BlockKey
 
 _ALONE_SHARE = 1 / 4  # that a load counts which began while no other was under way
 PLACES_MAX = 256  # whose paces are known
-TRY_EVERY = 20  # of the time: what is too slow is read in any case for a twentieth of it
+TRY_EVERY = 20  # times what that takes, a slow place is read to see whether it still is
+_QUICKER = 4  # times: a load that ran alone shows that the place has changed
 _TRY_NS_MIN, _TRY_NS_MAX = 1_000_000_000, 60_000_000_000
 
 
@@ -48,7 +49,7 @@ class LoadPaces:
         wait_ns = self.wait_ns(place, blocks)
         if place is None or wait_ns <= saved_ns:
             return False
-        return not self._due(place, wait_ns, now_ns)
+        return place in self._reading or not self._due(place, wait_ns, now_ns)
 
     def take_turn(self, place: str | None, blocks: int, now_ns: int) -> bool:
         """Tell whether so many blocks are to be read at a slow place, only to see how slow it is.
@@ -86,6 +87,8 @@ class LoadPaces:
             del self._reading[place]
         if took_ns is not None:
             pace = self._paces.pop(place, None) or Pace()
+            if ahead == blocks and pace.seconds(blocks) * 1e9 > _QUICKER * took_ns:
+                pace = Pace()  # whatever made it slow has gone
             if len(self._paces) >= PLACES_MAX:
                 del self._paces[next(iter(self._paces))]
             self._paces[place] = pace

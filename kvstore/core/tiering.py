@@ -294,7 +294,7 @@ class Tiering:
         it lacks, nothing is started and the answer is False.
         """
         self._now_ns = max(self._now_ns, now_ns)
-        wanted: dict[Tier, tuple[list[BlockKey], list[BlockKey | None]]] = {}
+        wanted: dict[tuple[Tier, str | None], tuple[list[BlockKey], list[BlockKey | None]]] = {}
         for group, rule in enumerate(self._manager.rules):
             first, chained = chain.first_of(rule, blocks), rule.trailing is None
             runs = [run for run in found if run.group == group and run.end > first]
@@ -311,7 +311,7 @@ class Tiering:
                 above: list[BlockKey | None] = [None] * len(keys)
                 if chained:
                     above = [chain.key(group, begin - 1) if begin else None, *keys[:-1]]
-                all_keys, all_above = wanted.setdefault(run.tier, ([], []))
+                all_keys, all_above = wanted.setdefault((run.tier, run.place), ([], []))
                 all_keys += keys
                 all_above += above
         needed = sum(len(keys) for keys, _ in wanted.values())
@@ -319,7 +319,7 @@ class Tiering:
         if whole and 0 < needed - len(slots) <= self._manager.leases.by_engines:
             self._manager.give_back(slots)
             return False
-        for tier, (keys, above) in wanted.items():
+        for (tier, _), (keys, above) in wanted.items():
             self._load(tier, keys, above, slots[: len(keys)], off_disk=off_disk)
             slots = slots[len(keys) :]
         return True
@@ -392,8 +392,7 @@ class Tiering:
         self._open[work.job.job_id] = work
         self._under_way[work.tier.name] += 1
         if work.job.kind is JobKind.LOAD:
-            places = {self.loads.place_of(work.tier, work.job.keys[end]) for end in (0, -1)}
-            work.place = places.pop() if len(places) == 1 else None
+            work.place = self.loads.place_of(work.tier, work.job.keys[0])
             wait_ns, work.ahead = self.loads.began(work.place, len(work.job.keys))
             work.began_ns, work.due_ns = self._now_ns, self._now_ns + wait_ns if wait_ns else 0
         self._storing[work.tier.name] += len(work.pinned)

@@ -266,7 +266,7 @@ class Consumer:
             case m.Offer():
                 fetch.heard_ns = now_ns
                 fetch.take(message)
-                self._source.block_ns = self._source.block_ns or message.block_ns
+                self._source.peer_block_ns = message.block_ns or self._source.peer_block_ns
             case m.Have():
                 fetch.heard_ns = now_ns
                 fetch.have(message, self._regions, now_ns)

@@ -54,6 +54,7 @@ class Source(Protocol):
     tiering: Tiering
     engines: Engines
     block_ns: int  # that an engine takes to compute one; 0: not known
+    peer_block_ns: int  # likewise one of a peer
 
     def view(self, slot: Slot) -> memoryview:
         """Return a slot's bytes."""
@@ -208,18 +209,25 @@ class Job(Move):
     def too_slow(self, tiers: Sequence[str | None], now_ns: int) -> set[str]:
         """Name the tiers that are read for longer than computing takes from their first block on.
 
-        tiers: of each block. What the peer's engine would not wait for is not read for it. While
-        the job's request runs, and what it lacks is computed here, all is offered.
+        tiers: of each block. What the peer's engine would not wait for is not read for it. Behind a
+        block that nobody has nothing is of use to it. While the job's request runs all is offered:
+        what it lacks is computed here.
         """
         block_ns = self.source.block_ns if self.block_ns == 0 else self.block_ns
         if not block_ns or self.leases.computes(self.request, self.source.manager):
             return set()
-        places = list(zip(tiers, (i for indices in self.wanted for i in indices), strict=True))
         first: dict[str, int] = {}
-        for tier, index in places:
-            if tier is not None:
-                first[tier] = min(index, first.get(tier, index))
-        end, loads = max((index for _, index in places), default=0) + 1, self.source.tiering.loads
+        end, at = 0, 0
+        gap: int | None = None
+        for rule, indices in zip(self.source.layout.rules, self.wanted, strict=True):
+            for tier, index in zip(tiers[at : at + len(indices)], indices, strict=True):
+                if tier is not None:
+                    first[tier] = min(index, first.get(tier, index))
+                    end = max(end, index + 1)
+                elif rule.trailing is None:
+                    gap = index if gap is None else min(gap, index)
+            at += len(indices)
+        loads, end = self.source.tiering.loads, end if gap is None else min(end, gap)
         return {
             tier
             for tier, index in first.items()

@@ -186,7 +186,7 @@ class Lookups:
             push = not direct and peers.pushes(lookup.peer)
         indices = tuple(framing.u32(group) for group in lacking)
         hashes = lookup.hashes[: blocks * width]
-        scope, request, block_ns = lookup.scope, lookup.request, ask.compute_ns
+        scope, request, block_ns = lookup.scope, lookup.request, lookup.block_ns
         want = m.Want(0, hashes, width, indices, scope, request, push=push, block_ns=block_ns)
         ask.fetch = peers.fetch(ask.namespace, lookup.peer, want, ask.asked_ns, direct=direct)
         if direct and ask.fetch is not None:
@@ -245,7 +245,7 @@ class Lookups:
     def _look(self, ask: Ask, now_ns: int, *, wait: bool = True) -> _Hit:
         """Look in all tiers, each block once; wait: those that may be there soon are pending.
 
-        What workers read from a peer is read in any case.
+        Where workers read from a peer all is loaded in any case.
         """
         found, block_ns = self._look_for(ask, ask.blocks, wait=wait), ask.compute_ns
         loads = found.below or ask.namespace.tiering.coming

@@ -97,6 +97,7 @@ class Namespace:
         self.over_quota = False  # a tenant has more than it may, or that is not known yet
         self.slots_wanted = 0  # free ones, for what comes from lower tiers
         self.block_ns = 0  # that an engine takes to compute a block, as one said last
+        self.peer_block_ns = 0  # likewise one of a peer
         self.retry_ns = 0  # no extent could be made: ask for none before
         self.look_ns = 0  # look for an extent of another namespace, not before
         self.used_ns = 0

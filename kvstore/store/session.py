@@ -56,7 +56,9 @@ class Ask(msgspec.Struct, eq=False):
 
         None: all that is here is used.
         """
-        return self.namespace.block_ns if self.block_ns == 0 else self.block_ns
+        if self.block_ns != 0:
+            return self.block_ns
+        return self.namespace.block_ns or self.namespace.peer_block_ns
 
     def of_peer(self, group: int, index: int) -> LookupResult:
         """Tell whether workers can read a block from the peer that was asked."""

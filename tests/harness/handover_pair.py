@@ -330,12 +330,12 @@ class _Target:
         )
 
     @property
-    def block_ns(self) -> int:
-        return self._pair.target.block_ns
+    def peer_block_ns(self) -> int:
+        return getattr(self._pair.target, "peer_block_ns", 0)  # a bare memory has none
 
-    @block_ns.setter
-    def block_ns(self, block_ns: int) -> None:
-        self._pair.target.block_ns = block_ns
+    @peer_block_ns.setter
+    def peer_block_ns(self, block_ns: int) -> None:
+        self._pair.target.peer_block_ns = block_ns
 
     def view(self, slot: Slot) -> memoryview:
         return self._pair.target.view(slot)
