@@ -14,7 +14,6 @@ import pytest
 from tests.bench.steal import Watch
 from tests.bench.store import StoreFailed
 from tests.harness.faults import Call, Faults, Kind
-from tests.harness.live import eventually
 from tests.harness.served import PROMOTE_S, Served, served
 
 pytestmark = pytest.mark.slow  # whole stores on a disk that is made to fail
@@ -127,13 +126,15 @@ def test_a_store_that_ends_keeps_its_blocks_as_long_as_a_slow_disk_takes_them(
 ) -> None:
     with faults.of(Call.WRITE, Kind.EXTENTS, delay_ms=300):
         names = store.put(5)  # memory has room for them
+        kept = {name: store.get(name)[0] for name in names}  # of which none may be lost
         store.stop()
+    assert sum(kept.values()) >= 8, kept
     told = re.search(r"(\d+) blocks were only in memory: copied (\d+)", store.log)
     assert told is not None
     assert told[1] == told[2], "it takes longer than a time without one"
     assert int(told[1]) >= 4
     store.start()
-    eventually(lambda: sum(store.get(name)[0] for name in names) == 2 * len(names))
+    store.assert_back(names, lost_max=2 * len(names) - sum(kept.values()))
 
 
 # Permission
