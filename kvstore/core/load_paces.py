@@ -1,4 +1,4 @@
-"""How long loads take at each place that blocks are read from, with what is being read there."""
+"""How long a load takes, by the place that it reads from and by the loads under way there."""
 
 from __future__ import annotations
 

@@ -209,9 +209,9 @@ class Job(Move):
     def too_slow(self, tiers: Sequence[str | None], now_ns: int) -> set[str]:
         """Name the tiers that are read for longer than computing takes from their first block on.
 
-        tiers: of each block. What the peer's engine would not wait for is not read for it. Behind a
-        block that nobody has nothing is of use to it. While the job's request runs all is offered:
-        what it lacks is computed here.
+        tiers: of each block. The peer's engine would not wait for such a tier. It cannot use blocks
+        after a missing one, so these save no computing. While the job's request runs no tier is
+        named: the engine here computes what is missing.
         """
         block_ns = self.source.block_ns if self.block_ns == 0 else self.block_ns
         if not block_ns or self.leases.computes(self.request, self.source.manager):

@@ -109,7 +109,7 @@ class SlowTier(FaultyTier):
             super().submit(job)
 
     def _make_room(self, keys: Sequence[BlockKey]) -> None:
-        """Evict blocks that nobody reads, any of them."""
+        """Evict random blocks, but none that a load is reading."""
         new = sum(key not in self.kept for key in keys)
         excess = len(self.kept) + new - self._blocks._blocks_max
         if excess > 0:
