@@ -133,9 +133,9 @@ class ExtraConfig(Section, frozen=True):
 
     direct: Annotated[bool, Setting(flag, default=False)]
     """Pull blocks straight into the engine's memory, with an agent in each worker, and have pushed
-    blocks written there. Pushed blocks travel over networks, even within a machine; `"auto"` pulls
-    then. A machine that reaches the agent over the network can read and write all memory of its
-    process: use it on a network of trusted machines only."""
+    blocks written there. With `"push"` they travel over networks, even within a machine. An engine
+    on a GPU needs an RDMA device for it. A machine that reaches the agent over the network can read
+    and write all memory of its process: use it on a network of trusted machines only."""
 
     store_user: Annotated[int | None, Setting(read_user)]
     """Name or number of the user who runs the shared store, if neither the engine's own nor root.

@@ -136,8 +136,10 @@ class DirectTransfers:
     def open(self, layout: RankLayout, devices: str, send: Send) -> None:
         """Start a session; no load is under way. send(): to the store, until end_session().
 
-        Raises TierError, NotSupported where NIXL does not take the tensors' memory.
+        Raises TierError, NotSupported where NIXL does not take the tensors' memory, or had better
+        not.
         """
+        self._agent.check_reach(devices)
         self._inbox.clear()
         self._fetches.clear()
         self._slot_bytes = layout.slot_bytes

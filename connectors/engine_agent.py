@@ -25,7 +25,7 @@ from kvstore.core.errors import NotSupported, TierError, TierIOError
 from kvstore.core.layout import LayerRun, Move, PageRun, RankLayout, RankPages
 from tiers.nixl.messages import MoveError
 from tiers.nixl.pages import rows
-from tiers.nixl.ucx import ucx_settings
+from tiers.nixl.ucx import has_rdma, ucx_settings
 
 if TYPE_CHECKING:
     from tiers.nixl.agent import Agent, Flight, Places
@@ -63,7 +63,7 @@ class EngineAgent:
 
         Raises NotSupported where they cannot be read into, or NIXL is not installed.
         """
-        self._gpu = gpu_of(caches)
+        self.gpu = gpu_of(caches)  # its number; None: the tensors are in host memory
         try:
             from tiers.nixl.agent import Agent  # noqa: PLC0415 - it loads NIXL, if that is there
         except ImportError as exc:
@@ -82,6 +82,18 @@ class EngineAgent:
         self._agents = 0  # made so far
         self._peers: dict[str, bytes] = {}  # agent -> metadata; the last one heard of is last
         self._met: set[str] = set()  # peers that the agent knows
+
+    def check_reach(self, devices: str) -> None:
+        """Raise NotSupported for tensors on a GPU that no RDMA device reaches.
+
+        UCX moves their bytes through host memory then, slower than the store does. And whoever is
+        read takes part in each read, and may end with a segmentation fault if its reader dies.
+        """
+        if self.gpu is not None and not has_rdma(devices):
+            raise NotSupported(
+                f"direct = true: the engine is on a GPU, and [peer] devices = {devices!r} names no"
+                " RDMA device such as mlx5_0:1"
+            )
 
     def open(self, layout: RankLayout, devices: str) -> None:
         """Start a session with a store's layout, over these network devices.
@@ -129,7 +141,7 @@ class EngineAgent:
             metadata = self._agent.metadata()
         except MoveError as exc:
             raise TierIOError(str(exc)) from exc
-        return RankPages(self._agent.name, metadata, tuple(self._pages), self._gpu), blocks
+        return RankPages(self._agent.name, metadata, tuple(self._pages), self.gpu), blocks
 
     def restart(self) -> None:
         """End all transfers by making a new agent. Raises TierError."""
@@ -146,7 +158,7 @@ class EngineAgent:
         try:
             self._agent = self._make(f"kvstore-engine-{secrets.token_hex(8)}")
             for address, size in self._memory():
-                self._agent.register(address, size, self._gpu)
+                self._agent.register(address, size, self.gpu)
         except MoveError as exc:
             self._agent = None
             return f"direct = true: {exc}"
@@ -250,7 +262,7 @@ class EngineAgent:
             for peer, gpu, local, remote in rows_of:
                 self._meet(self._agent, peer)
                 flight, over = self._agent.move(
-                    peer, local, remote, write=write, gpu=self._gpu, peer_gpu=gpu
+                    peer, local, remote, write=write, gpu=self.gpu, peer_gpu=gpu
                 )
                 if over:
                     self._agent.let_go(flight)

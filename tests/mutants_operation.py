@@ -323,7 +323,22 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "pin.look_ns = None",
         ),
     ),
+    "connectors/direct_reads.py": (
+        ("direct_worker -k B20_direct_a_GPU_is", "self._agent.check_reach(devices)"),
+    ),
+    "connectors/copies/gpu/plan.py": (
+        (
+            "gpu_device -k copy_engines_begin",
+            "step = max(1, COPIES_MAX // len(runs))",
+            "step = len(places)",
+        ),
+    ),
     "kvstore/store/lookups.py": (
+        (
+            "direct_fetch -k B20_direct_blocks_are_pushed",
+            "push = peers.pushes(lookup.peer)",
+            "push = not direct and peers.pushes(lookup.peer)",
+        ),
         ("load_or_compute -k O21_an_engine_that", "lookup.block_ns or namespace.block_ns", "0"),
         (
             "tiers -k O20_a_hit_waits",

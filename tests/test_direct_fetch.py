@@ -432,10 +432,19 @@ def test_little_is_looked_up_again_while_a_peer_owes_its_answer(
     assert engine.granted[77].kept == 1, "at once"
 
 
+@pytest.mark.parametrize("push", [True, False])
+def test_B20_direct_blocks_are_pushed_over_TCP_unless_somebody_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, *, push: bool
+) -> None:
+    """A process that is read over TCP does not always outlive its reader."""
+    monkeypatch.setattr(Others, "pushes", lambda _others, address: push and address == "x:1")
+    others, _ = asking({0: "cpu"})
+    assert [want.push for want in others.wants] == [push]
+
+
 def test_B6_direct_what_is_behind_a_gap_is_read_too_and_let_go_of_with_its_lease() -> None:
     others, engine, granted = ask({0: "cpu", 1: "cpu", 2: "cpu"})
     assert [from_u32(of) for of in others.wants[0].indices] == [[1, 2, 3]]
-    assert not others.wants[0].push, "direct pulls, unless told otherwise"
     assert others.read_ == [[0, 1, 2]]
     assert granted.kept == 1
     assert from_u32(granted.hits[0].indices) == [0, 1, 2, 3]

@@ -14,7 +14,7 @@ from connectors.engine_agent import NETWORKS, AgentTransfer, EngineAgent
 from connectors.load_progress import LoadDeadline
 from connectors.step_meta import EngineSpec, LoadJob
 from connectors.worker_copies import Copies, LoadTask
-from kvstore.core.errors import TierIOError
+from kvstore.core.errors import NotSupported, TierIOError
 from kvstore.core.layout import GroupLayout, LayerRun, Move, PageRun, RankLayout, RankPages
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -27,6 +27,8 @@ THEIRS = (RankPages("theirs", b"md", ()),)
 
 class Reader(EngineAgent):
     """PeerLoad take as long as the test likes."""
+
+    gpu: int | None = None
 
     def __init__(self) -> None:
         self.moves: list[list[tuple[Move, int]]] = []
@@ -263,6 +265,16 @@ def test_P8_direct_an_agent_that_is_written_to_is_reached_by_networks_only(
         reads._agent._make = Agent  # type: ignore[assignment]
         reads.open(LAYOUT, "lo", lambda _: None)
         assert put.get("UCX_TLS") == expected
+
+
+def test_B20_direct_a_GPU_is_reached_over_RDMA_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it is slower than by way of the store, and who is read dies with its reader."""
+    reads = Worker().reads
+    reads._agent.gpu = 1
+    with pytest.raises(NotSupported, match="devices = 'eth0' names no RDMA device"):
+        reads.open(LAYOUT, "eth0", lambda _: None)
+    monkeypatch.setattr("connectors.engine_agent.has_rdma", lambda devices: devices == "mlx5_0:1")
+    reads.open(LAYOUT, "mlx5_0:1", lambda _: None)
 
 
 def test_L1_direct_a_pushed_load_names_its_engine_blocks_once() -> None:

@@ -165,7 +165,7 @@ def test_B7_parameters_that_are_no_table_are_refused() -> None:
 def test_L2_a_later_turn_is_pulled_from_its_decode_engine_only_where_that_is_wanted() -> None:
     turn = {**GIVEN, "do_remote_prefill": False, "do_remote_decode": True}
     assert remote_of(turn) == NO_REMOTE
-    pulled = Remote("10.0.0.7:9500", "r-1", push=False, turn=True)
+    pulled = Remote("10.0.0.7:9500", "r-1", push=None, turn=True)  # pushed over TCP
     for push in (None, False, True):
         assert remote_of(turn, Transfer(push=push, two_way=True)) == pulled
     first = dict.fromkeys(GIVEN, None) | {"do_remote_decode": True}
@@ -459,8 +459,8 @@ def test_L2_L4_with_two_way_a_decode_request_is_held_for_a_time_of_its_own() -> 
     script, back = decoded(TWO_WAY)
     assert back is not None
     assert (back["do_remote_prefill"], back["do_remote_decode"]) == (False, True)
-    remote = Remote(SIDE_CHANNEL, "d", push=False, tokens=48)
-    assert remote_of(back, TWO_WAY) == remote._replace(turn=True)
+    remote = Remote(SIDE_CHANNEL, "d", tokens=48, turn=True)
+    assert remote_of(back, TWO_WAY) == remote
     running, held = handed_over(script)
     assert running.state == "running"
     assert (held.state, held.lease_ms, held.fixed) == ("done", 480_000, True)
@@ -480,7 +480,7 @@ def test_L2_a_prefill_asks_its_decode_engine_and_is_handed_over_itself() -> None
     script = attached(TWO_WAY)
     script.half.on_new_request(Request("p", 49), {**TURN, "remote_num_tokens": 40})
     (step,) = script.steps()
-    assert [(lookup.peer, lookup.push) for lookup in step.lookups] == [(PEER, False)]
+    assert [(lookup.peer, lookup.push) for lookup in step.lookups] == [(PEER, None)]
     assert [(h.request, h.state) for h in step.handed_over] == [("p", "running")]
 
 

@@ -183,7 +183,7 @@ class Lookups:
             return
         push = lookup.push
         if push is None:
-            push = not direct and peers.pushes(lookup.peer)
+            push = peers.pushes(lookup.peer)
         indices = tuple(framing.u32(group) for group in lacking)
         hashes = lookup.hashes[: blocks * width]
         scope, request, block_ns = lookup.scope, lookup.request, lookup.block_ns

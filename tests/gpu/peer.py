@@ -13,6 +13,7 @@ import torch
 
 from connectors.copies.host import LayerCache
 from connectors.engine_agent import NETWORKS, AgentTransfer, EngineAgent
+from kvstore.core.errors import TierError
 from kvstore.core.layout import GroupLayout, LayerRun, RankLayout, RankPages
 from tiers.nixl.agent import Agent
 from tiers.nixl.pages import in_pages, in_slots
@@ -70,8 +71,8 @@ class Engine:
 class Peer:
     """What the other process does."""
 
-    def __init__(self, device: str) -> None:
-        self._engine = Engine(device, 1, written=False)
+    def __init__(self, device: str, *, written: bool = False) -> None:
+        self._engine = Engine(device, 1, written=written)
         self._slots = truth(2).contiguous()
         self._agent = Agent(f"slots of {self._engine.rank.agent}")
         self._agent.register(self._slots.data_ptr(), self._slots.numel())
@@ -80,9 +81,22 @@ class Peer:
         agent = self._agent
         return self._engine.rank, Slots(agent.name, agent.metadata(), self._slots.data_ptr())
 
+    def clear(self) -> None:
+        """Overwrite its engine's memory."""
+        self._engine.memory.zero_()
+
     def blocks(self) -> bytes:
         """What its engine holds now."""
         return self._engine.blocks().contiguous().numpy().tobytes()
+
+    def write_on(self, rank: RankPages) -> str:
+        """Write all blocks of its engine to another's, until that fails; return how."""
+        every = list(range(BLOCKS))
+        while True:
+            try:
+                self._engine.over(self._engine.agent.write([rank], 0, every, every))
+            except TierError as exc:
+                return str(exc)
 
     def write(self, rank: RankPages, pairs: list[tuple[int, int]]) -> None:
         """Write slots to engine blocks, by pairs, as an exporter does it."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from kvstore.core.layout import Move, RankPages
-from tests.gpu.peer import BLOCKS, LAYERS, PAGE, SLOT, Engine, Peer, Slots, truth
+from tests.gpu.peer import BLOCKS, LAYERS, LIMIT_S, PAGE, SLOT, Engine, Peer, Slots, truth
 from tests.harness.child import Child
 
 places = pytest.mark.parametrize(
@@ -22,14 +24,15 @@ places = pytest.mark.parametrize(
         pytest.param("cpu", "cuda:0", marks=pytest.mark.gpu),
     ],
 )
+WRITTEN = truth(1)  # by peers
 SOME = [(3, 7), (4, 1), (20, 0), (0, 23)]  # a block there, and one here
 
 
 class There:
     """A peer in another process, with its engine on a device."""
 
-    def __init__(self, device: str) -> None:
-        self.child = Child(Peer, device, environment={})
+    def __init__(self, device: str, *, written: bool = False) -> None:
+        self.child = Child(partial(Peer, written=written), device, environment={})
         self.rank: RankPages
         self.slots: Slots
         self.rank, self.slots = self.child.call("describe")
@@ -100,3 +103,32 @@ def test_L1_direct_slots_are_written_to_engine_memory(peer: There, device: str) 
     os.unsetenv("UCX_TLS")  # set for that agent
     peer.child.call("write", engine.rank, SOME)
     assert torch.equal(engine.blocks(), expected(truth(5), truth(2)))
+
+
+def written_on(writer: There, target: There) -> None:
+    """Return while a peer writes all its blocks to another one, again and again."""
+    writer.child.tell("write_on", target.rank)
+    limit = time.monotonic() + LIMIT_S
+    while not torch.equal(target.blocks(), WRITTEN):
+        assert time.monotonic() < limit, "no block comes"
+
+
+@places
+def test_B20_direct_engines_outlive_those_that_they_write_to_and_those_that_write_to_them(
+    device: str, theirs: str
+) -> None:
+    """Over a network, and killed in the middle. One that is read does not always outlive that."""
+    writer = There(device, written=True)
+    for victim in ("target", "writer"):
+        target = There(theirs, written=True)
+        target.child.call("clear")
+        written_on(writer, target)
+        if victim == "target":
+            target.child.__exit__()
+            assert writer.child.answer(), "a failure, and not an end of the process"
+            writer.child.call("describe")
+        else:
+            writer.child.__exit__()
+            time.sleep(1.0)  # it hears of it
+            assert torch.equal(target.blocks(), WRITTEN)
+            target.child.__exit__()

@@ -43,8 +43,13 @@ def over_tcp(host: str, devices: str, rdma: Path = RDMA_DEVICES) -> bool:
     devices: what UCX may use, as in exporter Settings; rdma: a folder with an entry for each such
     device of the machine. Names are not looked up, which may take seconds.
     """
+    return not _is_here(host) and not has_rdma(devices, rdma)
+
+
+def has_rdma(devices: str, rdma: Path = RDMA_DEVICES) -> bool:
+    """Tell whether there is an RDMA device among those that UCX may use; rdma: as above."""
     names = (device.partition(":")[0] for device in devices.split(","))  # of a port, "mlx5_0:1"
-    return not _is_here(host) and not any((rdma / name).exists() for name in names)
+    return any((rdma / name).exists() for name in names)
 
 
 def _is_here(host: str) -> bool:

@@ -135,6 +135,16 @@ class _Attributes(ctypes.Structure):
     )
 
 
+class _Stream(msgspec.Struct, frozen=True):
+    """A stream in the form that libraries of CUDA exchange them."""
+
+    number: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the version of that form, and the stream."""
+        return 0, self.number
+
+
 class CupyCuda:
     """CUDA by way of cupy, and of the driver for the one call that cupy has not."""
 
@@ -205,7 +215,7 @@ class CupyCuda:
         """Make one that does not wait for the default stream."""
         flags = cupy.cuda.runtime.streamNonBlocking
         number = self._call(self._runtime.streamCreateWithPriority, flags, _LOWEST_PRIORITY)
-        self._streams[number] = cupy.cuda.ExternalStream(number, self._index)
+        self._streams[number] = cupy.cuda.Stream.from_external(_Stream(number))
         return int(number)
 
     def new_event(self, *, timing: bool = False) -> int:

@@ -33,7 +33,7 @@ import numpy as np
 from connectors.copies.gpu.cuda import Cuda, CupyCuda, Launch
 from connectors.copies.gpu.measure import Choice, measured
 from connectors.copies.gpu.pins import Pins
-from connectors.copies.gpu.plan import GroupPlan, Words, copies_of, places_of, plans
+from connectors.copies.gpu.plan import GroupPlan, Words, batches_of, places_of, plans
 from connectors.copies.host import Copying, Device, LayerCache, MappedExtent, SlotMap
 from connectors.step_meta import Moves
 from kvstore.core.errors import TierError
@@ -42,7 +42,6 @@ from kvstore.core.layout import RankLayout
 JOBS_MAX = 1024  # of one direction that are told apart
 MARKS = 256
 PLACES_MAX = 1 << 16  # engine blocks of one direction that are under way with the kernel
-COPIES_MAX = 1 << 13  # in one batch
 _ROOM_S = 0.0001
 _PLACE_BYTES = 16
 
@@ -124,9 +123,7 @@ class Lane:
 
     def copy(self, runs: Words, places: Words) -> None:
         """Queue the copy engines for places."""
-        step = max(1, COPIES_MAX // len(runs))
-        for first in range(0, len(places), step):
-            engine, slot, sizes = copies_of(runs, places[first : first + step])
+        for engine, slot, sizes in batches_of(runs, places):
             to, source = (slot, engine) if self.store else (engine, slot)
             self._cuda.copy(to, source, sizes, self.stream)
 

@@ -11,6 +11,8 @@ item with number i moves tile i % tiles of place i // tiles.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,7 @@ PLACE = ("slot", "block")
 """Columns of places. slot: address of the block's part of a slot; block: the engine's id of it."""
 
 TILE_BYTES = 32 << 10
+COPIES_MAX = 256  # in one batch: it moves while the processor makes the next
 
 
 class GroupPlan(msgspec.Struct, frozen=True):
@@ -131,6 +134,13 @@ def places_of(
         places[:, 1] = blocks
         found.append((group, places))
     return found
+
+
+def batches_of(runs: Words, places: Words) -> Iterator[tuple[Words, Words, Words]]:
+    """Write out places in batches for the copy engines, each of COPIES_MAX or of one place."""
+    step = max(1, COPIES_MAX // len(runs))
+    for first in range(0, len(places), step):
+        yield copies_of(runs, places[first : first + step])
 
 
 def copies_of(runs: Words, places: Words) -> tuple[Words, Words, Words]:
