@@ -121,10 +121,10 @@ class ExtraConfig(Section, frozen=True):
 
     two_way: Annotated[bool, Setting(flag, default=False)]
     """Hold the blocks that this engine decodes for another one until the conversation's next turn,
-    and pull such blocks from decode engines."""
+    and fetch such blocks from decode engines."""
 
     recompute_threshold: Annotated[int, Setting(whole_number(0, COUNT_MAX), 0)]
-    """With `two_way`: fewer tokens than this are computed again instead of pulled from a decode
+    """With `two_way`: fewer tokens than this are computed again instead of fetched from a decode
     engine, which then releases their blocks. 0 is off."""
 
     decode_ttl_ns: Annotated[int, Setting(_read_held, "480s")]
@@ -133,7 +133,7 @@ class ExtraConfig(Section, frozen=True):
 
     direct: Annotated[bool, Setting(flag, default=False)]
     """Pull blocks straight into the engine's memory, with an agent in each worker, and have pushed
-    blocks written there. With `"push"` they travel over networks, even within a machine. An engine
+    blocks written there. With `"push"` these travel over networks, even within a machine. An engine
     on a GPU needs an RDMA device for it. A machine that reaches the agent over the network can read
     and write all memory of its process: use it on a network of trusted machines only."""
 

@@ -136,8 +136,8 @@ class DirectTransfers:
     def open(self, layout: RankLayout, devices: str, send: Send) -> None:
         """Start a session; no load is under way. send(): to the store, until end_session().
 
-        Raises TierError, NotSupported where NIXL does not take the tensors' memory, or had better
-        not.
+        Raises TierError, NotSupported where NIXL does not take the tensors' memory, or it would be
+        slow and unsafe.
         """
         self._agent.check_reach(devices)
         self._inbox.clear()

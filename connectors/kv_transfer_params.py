@@ -86,7 +86,7 @@ def remote_of(params: Mapping[str, Any] | None, how: Transfer = NO_TRANSFER) -> 
     turn = prefills and how.two_way and bool(params.get("remote_block_ids"))
     remote = NO_REMOTE
     if (decodes or turn) and not _is_empty(params):
-        remote = _remote(params, wrong, push=None if turn else how.push, turn=turn)
+        remote = _remote(params, wrong, push=how.push, turn=turn)
     if wrong:
         raise ConfigError("; ".join(wrong))
     return remote

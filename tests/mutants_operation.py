@@ -335,9 +335,9 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/store/lookups.py": (
         (
-            "direct_fetch -k B20_direct_blocks_are_pushed",
-            "push = peers.pushes(lookup.peer)",
-            "push = not direct and peers.pushes(lookup.peer)",
+            "direct_fetch -k B20_direct_over_TCP",
+            "direct = direct and not push",
+            "pass",
         ),
         ("load_or_compute -k O21_an_engine_that", "lookup.block_ns or namespace.block_ns", "0"),
         (

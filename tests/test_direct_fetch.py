@@ -338,7 +338,7 @@ class Others:
 
     def __init__(self, offers: dict[int, str], owed: int = 0, *, direct: bool = True) -> None:
         """Be asked `owed` times in vain for what was offered."""
-        self.direct, self.asked_ns = direct, 0
+        self.direct, self.asked_ns, self.over_tcp = direct, 0, False
         self.wants: list[m.Want] = []
         self.offers = offers
         self.owed, self.asked = owed, 0
@@ -361,7 +361,7 @@ class Others:
         return self.offers if self.asked > self.owed else None
 
     def pushes(self, _address: str) -> bool:
-        return True
+        return self.over_tcp
 
     def claim(
         self, _fetch: int, _session: int, _workers: Mapping[int, int], positions: list[int]
@@ -383,6 +383,9 @@ def asking(
     *,
     memory_only: bool = False,
     block_ns: int | None = None,
+    push: bool | None = None,
+    over_tcp: bool = False,
+    direct: bool = True,
 ) -> tuple[Others, Engine]:
     """An engine has stored all but the second of four blocks, and asks a peer for it."""
     town, chain = Town(tiers=[("shelf", MemoryTier)]), hashes(4)
@@ -393,9 +396,16 @@ def asking(
     namespace.manager.drop(keys_of(chain)[1], "test")
     for tier in namespace.tiering.tiers:
         tier.clear()
-    others = Others(offers, owed)
+    others = Others(offers, owed, direct=direct)
+    others.over_tcp = over_tcp
     town.store._lookups._peers = others  # type: ignore[assignment]
-    where = {"memory_only": memory_only, "peer": "x:1", "direct": True, "block_ns": block_ns}
+    where = {
+        "memory_only": memory_only,
+        "peer": "x:1",
+        "direct": True,
+        "block_ns": block_ns,
+        "push": push,
+    }
     engine.step(lookups=(replace(p.Lookup(77, b"".join(chain), 32), **where),))
     return others, engine
 
@@ -432,14 +442,22 @@ def test_little_is_looked_up_again_while_a_peer_owes_its_answer(
     assert engine.granted[77].kept == 1, "at once"
 
 
-@pytest.mark.parametrize("push", [True, False])
-def test_B20_direct_blocks_are_pushed_over_TCP_unless_somebody_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, *, push: bool
+@pytest.mark.parametrize(
+    ("push", "over_tcp", "direct", "expected"),
+    [
+        (None, False, True, False),
+        (None, True, False, True),
+        (False, True, True, False),
+        (True, False, True, True),
+        (True, True, True, True),
+    ],
+)
+def test_B20_direct_over_TCP_blocks_are_pushed_into_slots_unless_somebody_says_otherwise(
+    push: bool | None, over_tcp: bool, direct: bool, expected: bool
 ) -> None:
-    """A process that is read over TCP does not always outlive its reader."""
-    monkeypatch.setattr(Others, "pushes", lambda _others, address: push and address == "x:1")
-    others, _ = asking({0: "cpu"})
-    assert [want.push for want in others.wants] == [push]
+    """Who is read over TCP may die with its reader; this agent is not one to be written to."""
+    others, _ = asking({0: "cpu"}, push=push, over_tcp=over_tcp, direct=direct)
+    assert [want.push for want in others.wants] == [expected]
 
 
 def test_B6_direct_what_is_behind_a_gap_is_read_too_and_let_go_of_with_its_lease() -> None:

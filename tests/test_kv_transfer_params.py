@@ -165,9 +165,9 @@ def test_B7_parameters_that_are_no_table_are_refused() -> None:
 def test_L2_a_later_turn_is_pulled_from_its_decode_engine_only_where_that_is_wanted() -> None:
     turn = {**GIVEN, "do_remote_prefill": False, "do_remote_decode": True}
     assert remote_of(turn) == NO_REMOTE
-    pulled = Remote("10.0.0.7:9500", "r-1", push=None, turn=True)  # pushed over TCP
     for push in (None, False, True):
-        assert remote_of(turn, Transfer(push=push, two_way=True)) == pulled
+        found = remote_of({**turn, "tp_size": 1}, Transfer(push=push, two_way=True))
+        assert found == Remote("10.0.0.7:9500", "r-1", push, turn=True)
     first = dict.fromkeys(GIVEN, None) | {"do_remote_decode": True}
     assert remote_of(first, TWO_WAY) == NO_REMOTE, "nothing was decoded yet"
     with pytest.raises(ConfigError, match=r"remote_host: expected a host .*, found None"):

@@ -170,6 +170,12 @@ class Lookups:
 
         Of more blocks than one job can have the leading ones are asked for.
         """
+        push = lookup.push
+        if push is None:
+            # Over TCP who is read may die with its reader, and only slots can be kept from others
+            # until a write has ended.
+            push = peers.pushes(lookup.peer)
+            direct = direct and not push
         width, rules = lookup.width, ask.namespace.layout.rules
         blocks = min(ask.blocks, m.MESSAGE_BYTES_MAX // 2 // width)
         lacking = self._lacking(ask, blocks, direct=direct)
@@ -181,9 +187,6 @@ class Lookups:
             lacking = self._lacking(ask, blocks, direct=direct)
         if not any(lacking):
             return
-        push = lookup.push
-        if push is None:
-            push = peers.pushes(lookup.peer)
         indices = tuple(framing.u32(group) for group in lacking)
         hashes = lookup.hashes[: blocks * width]
         scope, request, block_ns = lookup.scope, lookup.request, lookup.block_ns

@@ -137,7 +137,7 @@ def places_of(
 
 
 def batches_of(runs: Words, places: Words) -> Iterator[tuple[Words, Words, Words]]:
-    """Write out places in batches for the copy engines, each of COPIES_MAX or of one place."""
+    """Write out places for the copy engines, in batches of at most COPIES_MAX, or of one place."""
     step = max(1, COPIES_MAX // len(runs))
     for first in range(0, len(places), step):
         yield copies_of(runs, places[first : first + step])
