@@ -8,6 +8,11 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("logs -k Q30", 'self.end(session, "died",', 'self.end(session, "left",'),
     ),
     "kvstore/store/server.py": (
+        (
+            "disk_faults -k ends_waits_for_a_disk",
+            "if copied == tried and not self._disk_fails():",
+            "if True:",
+        ),
         ("advise -k Q62_no_answer", "        if not ready:", "        if True:"),
         ("advise -k S2_a_bug", "            with self._around_curves:", "            if True:"),
         ("reload -k Q20_sighup", "signal.signal(signal.SIGHUP, server.hang_up)"),
@@ -350,7 +355,10 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "limit = found.end if found.there else chain.blocks",
             "limit = chain.blocks",
         ),
-        ("load_or_compute -k O21_a_slow", "measure(namespace, chain, found.slow, now_ns)"),
+        (
+            "load_or_compute -k O21_a_slow",
+            "measure(namespace, chain, found.slow, now_ns, off_disk=ask.off_disk)",
+        ),
         (
             "pins -k Q51_after",
             "namespace.tiering.promote(chain, found.blocks, found.below, now_ns)\n        return",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -157,6 +159,26 @@ def test_one_that_cannot_start_says_why_and_is_tried_less_and_less_often(
     assert all(reason.endswith("it ended with 1") for reason in reasons)
     exporter.close()
     capfd.readouterr()
+
+
+@pytest.mark.parametrize(("module", "call"), [(os, "pidfd_open"), (socket, "socketpair")])
+def test_B20_one_that_finds_no_descriptor_is_started_later(
+    monkeypatch: pytest.MonkeyPatch, module: object, call: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    exporter, now_ns = Exporter(Settings("short")), time.monotonic_ns()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, call, refuse)
+        exporter.poll(now_ns)
+        (down,) = exporter.poll(now_ns)
+        assert isinstance(down, Down)
+        assert "Too many open files" in down.reason
+        assert exporter.pid is None
+    exporter.poll(now_ns + 10**9)
+    assert exporter.pid is not None
+    exporter.close()
 
 
 def test_what_is_asked_while_it_is_down_ends_at_once(side: Side) -> None:

@@ -22,6 +22,21 @@ def test_an_own_address_is_found_without_asking_anybody(monkeypatch: pytest.Monk
     assert over_tcp("prefill-4", "eth0")
 
 
+@pytest.mark.parametrize("host", ["fe80::1%\0", f"fe80::1%{'é' * 70}", "fe80::1%none", "\0"])
+def test_S2_an_odd_address_of_a_request_is_another_machines(host: str) -> None:
+    assert over_tcp(host, "eth0")
+
+
+def test_S2_without_a_socket_a_machine_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without IPv6, or descriptors."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(97, "no such family")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    assert over_tcp("::1", "eth0")
+
+
 @pytest.mark.parametrize("host", ["192.0.2.7", "2001:db8::7", "another.example"])
 @pytest.mark.parametrize(
     ("devices", "tcp"), [("eth0", True), ("mlx5_0:1", False), ("eth0,mlx5_0:1", False)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -195,6 +196,18 @@ def test_B13_heads_that_another_rank_writes_are_not_stored() -> None:
     }
     (stores,), (loads,) = (plans(layout, caches, store=store) for store in (True, False))
     assert (stores.block_bytes, loads.block_bytes) == (64, 128)
+
+
+def test_a_rank_without_layers_in_a_group_moves_nothing_of_it() -> None:
+    """As under pipeline parallelism; the jobs name blocks of that group all the same."""
+    engine = engine_of("bf16, LBHNC", BLOCKS)
+    slots, _ = slots_for(engine)
+    (group,) = engine.layout.groups
+    layout = msgspec.structs.replace(engine.layout, groups=(group, GroupLayout(group.stride, ())))
+    groups = plans(layout, engine.caches, store=True)
+    assert [len(plan.runs) > 0 for plan in groups] == [True, False]
+    found = places_of(rows([Move(0, 1, 0, 0), Move(1, BLOCKS + 9, 1, 0)]), slots, groups)
+    assert [number for number, _ in found] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,31 @@ class Rig:
         return [chain.key(0, index) for index in range(chain.blocks)]
 
 
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(0, 4, 6, "b"), (1, 0, 3, "a"), (1, 3, 6, "b")],  # a window's blocks come first
+        [(0, 4, 6, "b"), (1, 0, 2, "b"), (1, 2, 4, "a"), (1, 4, 6, "b")],  # by turns
+    ],
+)
+def test_L1_blocks_of_several_places_all_come(places: list[tuple[int, int, int, str]]) -> None:
+    """A block that began before its parent would be turned away, and the hit end there."""
+    rig = Rig(slots=10)
+    rules = GroupRule(2), GroupRule(None)
+    rig.manager = Manager(rules, rig.generations)
+    rig.manager.slots.add([Slot(slot) for slot in range(10)])
+    tiering = Tiering(rig.manager, [rig.tier], 1)
+    chain = Chain(b"".join(bytes([n]) * 32 for n in range(6)), 32, 2, b"")
+    found = [Found(group, first, end, rig.tier, place) for group, first, end, place in places]
+    assert tiering.promote(chain, 6, found)
+    assert sum(len(job.keys) for job in rig.tier.jobs) == 8
+    for job in list(rig.tier.jobs):
+        rig.tier.keys.update(job.keys)
+        rig.tier.end(job)
+    tiering.poll(0)
+    assert rig.manager.lookup(chain, 6, coming=False).blocks == 6
+
+
 @pytest.mark.parametrize("remote", [False, True])
 def test_only_jobs_of_our_own_tiers_have_to_be_polled_for(remote: bool) -> None:
     rig = Rig(slots=10)

@@ -15,7 +15,7 @@ Every job ends in exactly one result, which unpins or releases all its slots.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -71,7 +71,6 @@ class Found(NamedTuple):
     place: str | None
 
 
-_MISSING = (LookupResult.MISS,)
 _MAYBE_MISSING = (LookupResult.MISS, LookupResult.RETRY)
 
 
@@ -89,6 +88,15 @@ class _Open(msgspec.Struct, eq=False):
     ahead: int = 0  # of a load: blocks that were being read there then, its own included
     due_ns: int = 0  # when it should end; 0: not known
     tags: Sequence[Any] = ()  # of a load for somebody who holds the slots: what to call its blocks
+
+
+class _Wanted(msgspec.Struct):
+    """Blocks to read at one place, parents before their children."""
+
+    tier: Tier
+    place: str | None
+    keys: list[BlockKey] = []
+    parents: list[BlockKey | None] = []
 
 
 class OffDisk(set[BlockKey]):
@@ -205,15 +213,13 @@ class Tiering:
         for queue in self.queues.values():
             queue.clear()
         for part in self._manager.index.parts():
-            self.enqueue_lacking(part, _MISSING)
+            self.enqueue_lacking(part)
 
-    def enqueue_lacking(
-        self, entries: Sequence[Entry], states: Collection[LookupResult] = _MAYBE_MISSING
-    ) -> None:
-        """Queue what memory has of these, where a tier answers one of these states for it."""
+    def enqueue_lacking(self, entries: Sequence[Entry]) -> None:
+        """Queue what memory has of these, where a tier lacks it, or does not know yet."""
         ready = [entry.key for entry in entries if entry.state is State.READY]
         for queue in self.queues.values():
-            lacking = [key for key in ready if queue.tier.lookup(key) in states]
+            lacking = [key for key in ready if queue.tier.lookup(key) in _MAYBE_MISSING]
             queue.put(lacking, self._now_ns)
             self._pump(queue)
 
@@ -294,7 +300,7 @@ class Tiering:
         it lacks, nothing is started and the answer is False.
         """
         self._now_ns = max(self._now_ns, now_ns)
-        wanted: dict[tuple[Tier, str | None], tuple[list[BlockKey], list[BlockKey | None]]] = {}
+        wanted: list[_Wanted] = []
         for group, rule in enumerate(self._manager.rules):
             first, chained = chain.first_of(rule, blocks), rule.trailing is None
             runs = [run for run in found if run.group == group and run.end > first]
@@ -311,17 +317,19 @@ class Tiering:
                 above: list[BlockKey | None] = [None] * len(keys)
                 if chained:
                     above = [chain.key(group, begin - 1) if begin else None, *keys[:-1]]
-                all_keys, all_above = wanted.setdefault((run.tier, run.place), ([], []))
-                all_keys += keys
-                all_above += above
-        needed = sum(len(keys) for keys, _ in wanted.values())
+                # A block's parent is under way before it: by an earlier job, or earlier in its own.
+                if not wanted or (wanted[-1].tier, wanted[-1].place) != (run.tier, run.place):
+                    wanted.append(_Wanted(run.tier, run.place))
+                wanted[-1].keys += keys
+                wanted[-1].parents += above
+        needed = sum(len(each.keys) for each in wanted)
         slots = self._manager.prepare_store(needed, wanted=True)
         if whole and 0 < needed - len(slots) <= self._manager.leases.by_engines:
             self._manager.give_back(slots)
             return False
-        for (tier, _), (keys, above) in wanted.items():
-            self._load(tier, keys, above, slots[: len(keys)], off_disk=off_disk)
-            slots = slots[len(keys) :]
+        for each in wanted:
+            here, slots = slots[: len(each.keys)], slots[len(each.keys) :]
+            self._load(each.tier, each.keys, each.parents, here, off_disk=off_disk)
         return True
 
     def _load(

@@ -71,12 +71,15 @@ def _arrivals(
         at += len(work.job.keys)
 
 
-def measure(namespace: Namespace, chain: Chain, run: Found, now_ns: int) -> None:
+def measure(namespace: Namespace, chain: Chain, run: Found, now_ns: int, *, off_disk: bool) -> None:
     """Read some blocks at a place that is too slow to be used; no request waits for them.
+
+    off_disk: none of them is copied down.
 
     It would not be measured otherwise, and be taken for slow for ever.
     """
     tiering = namespace.tiering
     end = min(run.end, run.first + tiering.load_blocks)
     if tiering.loads.take_turn(run.place, end - run.first, now_ns):
-        tiering.promote(chain, end, [run._replace(end=end)], now_ns)
+        run = run._replace(end=end)
+        tiering.promote(chain, end, [run], now_ns, off_disk=off_disk)

@@ -288,7 +288,7 @@ class Lookups:
             if not promote(chain, blocks, found.below, now_ns, off_disk=ask.off_disk, whole=whole):
                 return False
         if found.slow is not None:
-            measure(namespace, chain, found.slow, now_ns)
+            measure(namespace, chain, found.slow, now_ns, off_disk=ask.off_disk)
         return True
 
     def hold(

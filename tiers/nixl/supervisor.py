@@ -82,7 +82,10 @@ class Child:
 
     def __init__(self, service: str, devices: str, transports: str | None) -> None:
         """Start it. Arguments as in Settings. Raises TierIOError."""
-        ours, its = socket.socketpair()
+        try:
+            ours, its = socket.socketpair()
+        except OSError as exc:
+            raise TierIOError(f"cannot start the exporter: {exc}") from exc
         try:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-P", "-m", "tiers.nixl.exporter", service],
@@ -96,7 +99,13 @@ class Child:
             raise TierIOError(f"cannot start the exporter: {exc}") from exc
         finally:
             its.close()
-        self._end = os.pidfd_open(self._process.pid)
+        try:
+            self._end = os.pidfd_open(self._process.pid)
+        except OSError as exc:
+            self._process.kill()
+            self._process.wait()
+            ours.close()
+            raise TierIOError(f"cannot watch the exporter: {exc}") from exc
         ours.setblocking(False)
         self._sock = ours
         self._decoder = Decoder(m.ToStore)

@@ -58,9 +58,9 @@ def _is_here(host: str) -> bool:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET  # noqa: PLR2004
     except ValueError:
         return host in {"localhost", socket.gethostname()}
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((host, 0))  # nothing is sent
-        except OSError:
-            return False
+    except (OSError, TypeError, ValueError):  # the last two: an odd scope, as of "fe80::1%\0"
+        return False
     return True

@@ -100,8 +100,11 @@ class Pins:
 
     def unpin(self, extent: MappedExtent) -> None:
         """Let go of an extent that no copy uses; of what is not registered, too."""
-        for address, _ in self._pieces.pop(extent.address, []):
-            self._cuda.unpin(address)
+        pieces = self._pieces.get(extent.address, [])
+        while pieces:  # one that CUDA keeps is named again
+            self._cuda.unpin(pieces[-1][0])
+            pieces.pop()
+        self._pieces.pop(extent.address, None)
 
 
 def _node_of(cuda: Cuda) -> int | None:

@@ -32,6 +32,7 @@ PLACE = ("slot", "block")
 """Columns of places. slot: address of the block's part of a slot; block: the engine's id of it."""
 
 TILE_BYTES = 32 << 10
+_ANY = 1 << 62  # blocks of a group of which this rank has no layer, as under pipeline parallelism
 COPIES_MAX = 256  # in one batch: it moves while the processor makes the next
 
 
@@ -77,7 +78,7 @@ def _group_plan(group: GroupLayout, caches: dict[str, LayerCache], *, store: boo
             for piece in range(cache.pieces)
         )
     runs = joined(np.array(rows, np.uint64).reshape(len(rows), len(RUN)))
-    return GroupPlan(runs, tiles_of(runs), group.stride, blocks)
+    return GroupPlan(runs, tiles_of(runs), group.stride, blocks if group.runs else _ANY)
 
 
 def _blocks(cache: LayerCache) -> int:
