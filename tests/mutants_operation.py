@@ -8,11 +8,6 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("logs -k Q30", 'self.end(session, "died",', 'self.end(session, "left",'),
     ),
     "kvstore/store/server.py": (
-        (
-            "disk_faults -k ends_waits_for_a_disk",
-            "if copied == tried and not self._disk_fails():",
-            "if True:",
-        ),
         ("advise -k Q62_no_answer", "        if not ready:", "        if True:"),
         ("advise -k S2_a_bug", "            with self._around_curves:", "            if True:"),
         ("reload -k Q20_sighup", "signal.signal(signal.SIGHUP, server.hang_up)"),

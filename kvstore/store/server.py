@@ -63,7 +63,6 @@ _IDLE_NS = 5_000_000  # between two looks at a disk, or peers, of which nothing 
 _CLOSE_S = 0.5
 _CLOSE_TICK_S = 0.05
 _PAUSE_NS = 500_000_000  # after a connection could not be taken, for want of descriptors say
-_AGAIN_S = 0.1  # between two looks at what a disk that fails did not take
 _FLUSH_S = 30.0  # without a block that was kept
 _FLUSH_LIMIT_S = 600.0
 _PROGRESS_S = 2.0
@@ -494,43 +493,24 @@ class Server:
                 self._selector.unregister(key.fileobj)
 
     def _copy_down(self) -> None:
-        """Copy what only memory has to the lower tiers, within a time budget.
-
-        A disk that fails may be well again in seconds: what it did not take is queued again.
-        """
-        namespaces, drain = self.store.namespaces, self.store.drain
+        """Copy what only memory has to the lower tiers, within a time budget."""
         started = told = kept = time.monotonic()
-        before = drain.stored()
-        namespaces.enqueue_all()
-        total, copied, tried = namespaces.queued_blocks, 0, -1
-        while total:
-            if not namespaces.queued_blocks:
-                if copied == tried and not self._disk_fails():
-                    break  # no tier takes what is left
-                tried = copied
-                namespaces.enqueue_all()
-                if not namespaces.queued_blocks:
-                    break
-            self.store.on_tick(time.monotonic_ns())
-            self.health.turned(time.monotonic_ns())
-            now, stored = time.monotonic(), drain.stored() - before
-            kept, copied = (now, stored) if stored > copied else (kept, copied)
+        self.store.namespaces.enqueue_all()
+        total = before = self.store.namespaces.queued_blocks
+        while left := self.store.namespaces.queued_blocks:
+            now = time.monotonic()
+            kept, before = (now, left) if left < before else (kept, before)
             if now - kept >= _FLUSH_S or now - started >= _FLUSH_LIMIT_S:
                 break
-            if now - told > _PROGRESS_S:
-                told = now
-                self.health.copied = f"{copied} of {total}"
+            self.store.on_tick(time.monotonic_ns())
+            self.health.turned(time.monotonic_ns())
+            if time.monotonic() - told > _PROGRESS_S:
+                told = time.monotonic()
+                self.health.copied = f"{total - left} of {total}"
                 log.info("copying blocks that only memory has: %s", self.health.copied)
-            time.sleep(_AGAIN_S if self._disk_fails() else _BUSY_TICK_S)
+            time.sleep(_BUSY_TICK_S)
         if total:
-            log.info("%d blocks were only in memory: copied %d", total, copied)
-
-    def _disk_fails(self) -> bool:
-        """Tell whether there is a disk that takes nothing now; it is asked whether it will."""
-        if self._disk is None or self._disk.state == "ok":
-            return False
-        self._disk.poll()
-        return True
+            log.info("%d blocks were only in memory: copied %d", total, total - left)
 
 
 def serve(

@@ -340,5 +340,5 @@ class NvmeDisk:
             return not self._mover.open
         if self._mover.open or self.keeper.open:
             return False
-        lost = self.attached.loading or not self.health.online
-        return lost or not self.attached.commits.pending
+        idle = self.attached.loading or not self.writable
+        return idle or not self.attached.commits.pending

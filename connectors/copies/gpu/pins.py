@@ -100,11 +100,8 @@ class Pins:
 
     def unpin(self, extent: MappedExtent) -> None:
         """Let go of an extent that no copy uses; of what is not registered, too."""
-        pieces = self._pieces.get(extent.address, [])
-        while pieces:  # one that CUDA keeps is named again
-            self._cuda.unpin(pieces[-1][0])
-            pieces.pop()
-        self._pieces.pop(extent.address, None)
+        for address, _ in self._pieces.pop(extent.address, []):
+            self._cuda.unpin(address)
 
 
 def _node_of(cuda: Cuda) -> int | None:
