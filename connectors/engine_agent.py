@@ -86,8 +86,8 @@ class EngineAgent:
     def check_reach(self, devices: str) -> None:
         """Raise NotSupported for tensors on a GPU that no RDMA device reaches.
 
-        UCX moves their bytes through host memory then, slower than the store does. And whoever is
-        read takes part in each read, and may end with a segmentation fault if its reader dies.
+        Without one UCX moves their bytes through host memory, slower than the store does. A process
+        that is read takes part in the read, and may crash when its reader dies.
         """
         if self.gpu is not None and not has_rdma(devices):
             raise NotSupported(

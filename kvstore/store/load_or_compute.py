@@ -74,9 +74,8 @@ def _arrivals(
 def measure(namespace: Namespace, chain: Chain, run: Found, now_ns: int, *, off_disk: bool) -> None:
     """Read some blocks at a place that is too slow to be used; no request waits for them.
 
-    off_disk: none of them is copied down.
-
-    It would not be measured otherwise, and be taken for slow for ever.
+    The place would not be measured otherwise, and be taken for slow for ever. off_disk: none of
+    the blocks is copied down.
     """
     tiering = namespace.tiering
     end = min(run.end, run.first + tiering.load_blocks)

@@ -172,8 +172,8 @@ class Lookups:
         """
         push = lookup.push
         if push is None:
-            # Over TCP who is read may die with its reader, and only slots can be kept from others
-            # until a write has ended.
+            # Over TCP a process that is read may crash when its reader dies, and only slots can be
+            # kept out of use until a write has ended.
             push = peers.pushes(lookup.peer)
             direct = direct and not push
         width, rules = lookup.width, ask.namespace.layout.rules
