@@ -8,6 +8,12 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("logs -k Q30", 'self.end(session, "died",', 'self.end(session, "left",'),
     ),
     "kvstore/store/server.py": (
+        (
+            "disk_faults -k fails_for_a_moment",
+            "        self._await_disk()\n        started",
+            "        started",
+        ),
+        ("disk_faults -k fails_for_a_moment", "            failed |= self._disk_fails\n", ""),
         ("advise -k Q62_no_answer", "        if not ready:", "        if True:"),
         ("advise -k S2_a_bug", "            with self._around_curves:", "            if True:"),
         ("reload -k Q20_sighup", "signal.signal(signal.SIGHUP, server.hang_up)"),
@@ -16,7 +22,11 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if isinstance(message, p.Detach) and not self.store.sessions.may_write(number):",
         ),
         ("health -k Q15_a_store_that_starts", "self.health.ends()"),
-        ("health -k Q15_a_store_that_starts", "self.health.turned(time.monotonic_ns())"),
+        (
+            "health -k Q15_a_store_that_starts",
+            "            self.health.turned(time.monotonic_ns())\n            now, stored",
+            "            now, stored",
+        ),
         ("systemd -k Q16_a_store_tells", "            self.health.serves()\n", ""),
     ),
     "kvstore/store/edge_thread.py": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +134,29 @@ def test_a_store_that_ends_keeps_its_blocks_as_long_as_a_slow_disk_takes_them(
     assert told is not None
     assert told[1] == told[2], "it takes longer than a time without one"
     assert int(told[1]) >= 4
+    store.start()
+    store.assert_back(names, lost_max=2 * len(names) - sum(kept.values()))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_store_that_ends_waits_for_a_disk_that_fails_for_a_moment(
+    store: Served, faults: Faults, before: bool
+) -> None:
+    """What failed was counted as copied, and was lost."""
+    with faults.of(Call.WRITE, Kind.EXTENTS, error=errno.EIO) as fault:
+        names = store.put(5)
+        kept = {name: store.get(name)[0] for name in names}
+        if before:
+            store.work_until(lambda: fault.hurt and store.state == "read_only", "read_only")
+        ending = threading.Thread(target=store.stop)
+        ending.start()
+        time.sleep(0.3)
+        assert fault.hurt
+    ending.join()
+    assert sum(kept.values()) >= 8, kept
+    told = re.search(r"(\d+) blocks were only in memory: copied (\d+)", store.log)
+    assert told is not None
+    assert told[1] == told[2]
     store.start()
     store.assert_back(names, lost_max=2 * len(names) - sum(kept.values()))
 

@@ -18,6 +18,8 @@ import pytest
 
 from kvstore import cli
 from kvstore.config import Config, ConfigFile, TierConfig, of_text
+from kvstore.core.errors import ConfigError
+from kvstore.core.limits import TENANTS_MAX
 from kvstore.settings import settings_of
 from kvstore.store import admin
 from kvstore.store.live_settings import LIVE, LiveSettings
@@ -155,6 +157,22 @@ def test_Q21_a_wrong_file_changes_nothing_and_is_told_by_its_place(
         assert says in error
         assert len(error.splitlines()) == 1
         assert reloads.running is before
+
+
+def test_Q21_a_tenant_too_many_changes_nothing(reloads: Reloads) -> None:
+    """Memory had its new size then, and what runs was said to be what the file says."""
+    with reloads.store:
+        for number in range(TENANTS_MAX):
+            admin.set_quota(reloads.address, f"t{number}", "cpu", 1 << 30)
+        before = reloads.running
+        more = reloads.text.replace('capacity = "32MiB"', 'capacity = "64MiB"')
+        reloads.path.write_text(more + '\n[[tenant]]\nname = "new"\n')
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="257 with those named since"):
+                admin.reload(reloads.address)
+        assert reloads.running is before
+        reloads.path.write_text(reloads.text)
+        assert not admin.reload(reloads.address).differing
 
 
 def test_Q21_a_pipe_in_the_place_of_the_file_is_an_error_at_once(reloads: Reloads) -> None:

@@ -295,6 +295,18 @@ def test_a_tier_that_does_not_know_what_it_has_is_written_to_later() -> None:
     assert list(job.keys) == rig.keys(chain)
 
 
+def test_a_store_that_ends_while_a_tier_loads_copies_what_the_tier_turns_out_to_lack() -> None:
+    rig = Rig(slots=40)
+    chain = rig.chain("a", 3)
+    rig.tier.knows = False
+    rig.store(chain)
+    rig.tiering.enqueue_all()
+    rig.tier.knows = True
+    rig.poll()
+    rig.drain()
+    assert rig.tier.keys == set(rig.keys(chain))
+
+
 def test_a_long_path_that_was_missed_is_copied_in_parts_each_block_looked_at_once() -> None:
     rig = Rig(slots=4000, slot_bytes=100, budget=24)
     chain = rig.chain("a", 1000)

@@ -15,7 +15,7 @@ Every job ends in exactly one result, which unpins or releases all its slots.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -71,7 +71,6 @@ class Found(NamedTuple):
     place: str | None
 
 
-_MISSING = (LookupResult.MISS,)
 _MAYBE_MISSING = (LookupResult.MISS, LookupResult.RETRY)
 
 
@@ -214,15 +213,13 @@ class Tiering:
         for queue in self.queues.values():
             queue.clear()
         for part in self._manager.index.parts():
-            self.enqueue_lacking(part, _MISSING)
+            self.enqueue_lacking(part)
 
-    def enqueue_lacking(
-        self, entries: Sequence[Entry], states: Collection[LookupResult] = _MAYBE_MISSING
-    ) -> None:
-        """Queue what memory has of these, where a tier answers one of these states for it."""
+    def enqueue_lacking(self, entries: Sequence[Entry]) -> None:
+        """Queue what memory has of these, where a tier lacks it, or does not know yet."""
         ready = [entry.key for entry in entries if entry.state is State.READY]
         for queue in self.queues.values():
-            lacking = [key for key in ready if queue.tier.lookup(key) in states]
+            lacking = [key for key in ready if queue.tier.lookup(key) in _MAYBE_MISSING]
             queue.put(lacking, self._now_ns)
             self._pump(queue)
 

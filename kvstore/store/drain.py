@@ -95,6 +95,10 @@ class Drain:
                     namespace.tiering.enqueue_lacking(part)
                 yield len(part)
 
+    def stored(self) -> int:
+        """Count the blocks that were ever copied down."""
+        return self._counts()["stored"]
+
     def _counts(self) -> Counter[str]:
         counts: Counter[str] = Counter()
         for namespace in self._namespaces.values():

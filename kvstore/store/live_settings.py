@@ -157,8 +157,9 @@ class LiveSettings:
         """Run with what can change; return all that differs. A ConfigError changes nothing."""
         self._refuse_small(found.cpu.capacity_bytes)
         every = list(_differences(self.running, found, self._live))
-        self._whole = _taken_over(self.running, found, self._live)
-        self._run(self._whole)
+        whole = _taken_over(self.running, found, self._live)
+        self._run(whole)
+        self._whole = whole
         return every
 
     def resize(self, tier: str, capacity_bytes: int) -> None:
@@ -193,5 +194,5 @@ class LiveSettings:
             )
 
     def _run(self, config: Config) -> None:
-        self.running = config
         self._use(config)
+        self.running = config

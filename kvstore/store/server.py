@@ -65,6 +65,7 @@ _CLOSE_TICK_S = 0.05
 _PAUSE_NS = 500_000_000  # after a connection could not be taken, for want of descriptors say
 _FLUSH_S = 30.0  # without a block that was kept
 _FLUSH_LIMIT_S = 600.0
+_BACK_S = 7.0  # for a disk that fails meanwhile: it is tried again after 5 s
 _PROGRESS_S = 2.0
 _GAUGES_NS = 50_000_000  # between two looks at all gauges, however many scrapes there are
 _GAUGES_S = 0.5  # that a scrape waits for the loop; then it shows gauges of before
@@ -493,24 +494,47 @@ class Server:
                 self._selector.unregister(key.fileobj)
 
     def _copy_down(self) -> None:
-        """Copy what only memory has to the lower tiers, within a time budget."""
+        """Copy what only memory has to the lower tiers, within a time budget.
+
+        What a disk that fails meanwhile did not take goes again once it is back.
+        """
+        namespaces, drain = self.store.namespaces, self.store.drain
+        self._await_disk()
         started = told = kept = time.monotonic()
-        self.store.namespaces.enqueue_all()
-        total = before = self.store.namespaces.queued_blocks
-        while left := self.store.namespaces.queued_blocks:
-            now = time.monotonic()
-            kept, before = (now, left) if left < before else (kept, before)
-            if now - kept >= _FLUSH_S or now - started >= _FLUSH_LIMIT_S:
-                break
+        before, copied, failed = drain.stored(), 0, False
+        namespaces.enqueue_all()
+        total = namespaces.queued_blocks
+        while namespaces.queued_blocks:
             self.store.on_tick(time.monotonic_ns())
             self.health.turned(time.monotonic_ns())
-            if time.monotonic() - told > _PROGRESS_S:
-                told = time.monotonic()
-                self.health.copied = f"{total - left} of {total}"
+            now, stored = time.monotonic(), drain.stored() - before
+            kept, copied = (now, stored) if stored > copied else (kept, copied)
+            if now - kept >= _FLUSH_S or now - started >= _FLUSH_LIMIT_S:
+                break
+            if now - told > _PROGRESS_S:
+                told = now
+                self.health.copied = f"{copied} of {total}"
                 log.info("copying blocks that only memory has: %s", self.health.copied)
+            failed |= self._disk_fails
+            if failed and not namespaces.queued_blocks and self._await_disk():
+                failed = False
+                namespaces.enqueue_all()
             time.sleep(_BUSY_TICK_S)
         if total:
-            log.info("%d blocks were only in memory: copied %d", total, total - left)
+            log.info("%d blocks were only in memory: copied %d", total, copied)
+
+    @property
+    def _disk_fails(self) -> bool:
+        return self._disk is not None and self._disk.fails
+
+    def _await_disk(self) -> bool:
+        """Give a disk that fails some seconds; tell whether there is none that still does."""
+        until = time.monotonic() + _BACK_S
+        while self._disk is not None and self._disk.fails and time.monotonic() < until:
+            self._disk.poll()
+            self.health.turned(time.monotonic_ns())
+            time.sleep(_BUSY_TICK_S)
+        return not self._disk_fails
 
 
 def serve(

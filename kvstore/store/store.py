@@ -127,12 +127,12 @@ class Store:
 
     def _use(self, config: Config) -> None:
         """Run with other settings, of which those that are live have changed."""
+        self.tenants.use(config.tenants)  # first: it may refuse them
         self._engine = config.engine
         self._lookups.use(config.engine)
         self.sessions.use(config.engine)
         self.namespaces.use(config)
         self._memory.resize(config.cpu.capacity_bytes)
-        self.tenants.use(config.tenants)
         self.pins.use(config.engine.pinned_bytes)
         self._look_at_quotas()
         disk, nvme, peer = self._disk, config.nvme, config.peer

@@ -58,7 +58,16 @@ class Tenants:
         return len(self.names) > before
 
     def use(self, tenants: Sequence[TenantConfig]) -> None:
-        """Give the tenants of the configuration their limits; others of before have none."""
+        """Give the tenants of the configuration their limits; others of before have none.
+
+        Raises ConfigError, and changes nothing, when too many others have been named.
+        """
+        count = len(self.names.keys() | {tenant.name for tenant in tenants})
+        if count > limits.TENANTS_MAX:
+            raise ConfigError(
+                f"[[tenant]]: {count} with those named since the store's start, expected up to"
+                f" {limits.TENANTS_MAX}; start it again to have it forget these"
+            )
         for name in self._configured:
             for tier in self.shares:
                 self.limit(name, tier, None, 0)

@@ -143,6 +143,11 @@ class NvmeDisk:
         return self.health.writable and not self._closed and not self._given_up
 
     @property
+    def fails(self) -> bool:
+        """Tell whether it takes no blocks now, and will be asked again whether it does."""
+        return bool(self.health.reason) and not self._closed and not self._given_up
+
+    @property
     def state(self) -> str:
         """One word for operators."""
         return HealthState.OFF.value if self._given_up else self.health.state.value
