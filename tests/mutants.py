@@ -68,6 +68,9 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("store_blocks store -k O23_a_report", "if slot not in session.granted:"),
         ("store_blocks store -k O18", ".ok = writing.ok and message.ok", ".ok = message.ok"),
     ),
+    "kvstore/store/endings.py": (
+        ("endings -k O23_a_process", "now_s >= until or _over(end)", "_over(end)"),
+    ),
     "kvstore/store/sessions.py": (
         ("store -k S2_layers", "self._check_layers(hello)"),
         ("turns -k S4_a_namespace_is_visited", "self._namespaces.wake(namespace)"),
@@ -266,6 +269,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if connection.refused or connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:",
         ),
         ("store_disk -k while_a_peer_calls", "self._leave_all_but_engines()"),
+        (
+            "endings -k O23_slots",
+            "not self._endings.add(number, sessions.pid_of(number))",
+            "True",
+        ),
         (
             "turns -k asks_nothing",
             "if disk is not None and (disk_s <= _BUSY_TICK_S or now_ns >= self._disk_ns):",

@@ -39,6 +39,7 @@ from kvstore.logs import RateLog
 from kvstore.metrics import NVME
 from kvstore.store import metrics_endpoint
 from kvstore.store.edge_thread import EdgeThread
+from kvstore.store.endings import Endings
 from kvstore.store.health import Health
 from kvstore.store.live_settings import Reloaded
 from kvstore.store.metrics_endpoint import StoreCollector
@@ -163,6 +164,7 @@ class Server:
         )
         self.store.plugins = self._plugins
         self.store.not_ready = self.health.not_ready
+        self._endings = Endings()
         self._edge = EdgeThread()
         self._hung_up = False  # SIGHUP came
         barrier = Barrier(self._said, self.store.met_a_bug)
@@ -230,6 +232,7 @@ class Server:
             for connection in self._connections.values():
                 connection.sock.close()
             self._connections.clear()
+            self._endings.close()
             self._selector.close()
             if self._peers is not None:
                 self._peers.close()
@@ -288,7 +291,7 @@ class Server:
 
     def _turn(self) -> None:
         disk, peers = self._disk, self._peers
-        busy = self.store.busy or self.store.asked.waits
+        busy = self.store.busy or self.store.asked.waits or self._endings
         timeout = _BUSY_TICK_S if busy else _TICK_S
         disk_s = _TICK_S if disk is None else disk.next_s
         peers_s = _TICK_S if peers is None else peers.wait_s(time.monotonic_ns())
@@ -305,6 +308,7 @@ class Server:
                 self._read(connection)
         self._flush()  # engines wait for answers
         now_ns = time.monotonic_ns()
+        self._close_ended(now_ns)
         self._accept_again(now_ns)
         self._said.tick()
         if disk is not None and (disk_s <= _BUSY_TICK_S or now_ns >= self._disk_ns):
@@ -332,6 +336,11 @@ class Server:
             self._gauges_fresh.set()
         took_s = (time.monotonic_ns() - began_ns) / 1e9
         self.store.numbers.observe("kvstore_turn_seconds", took_s)
+
+    def _close_ended(self, now_ns: int) -> None:
+        """Tell of connections whose processes have ended by now."""
+        for number in self._endings.take():
+            self.store.on_closed(number, now_ns)
 
     def _accept_again(self, now_ns: int) -> None:
         """Listen again, some time after a connection could not be taken."""
@@ -469,8 +478,10 @@ class Server:
             return
         self._selector.unregister(connection.sock)
         connection.sock.close()
-        self.store.on_closed(connection.number, time.monotonic_ns())
         self._lonely_since = time.monotonic()
+        sessions, number = self.store.sessions, connection.number
+        if not sessions.may_write(number) or not self._endings.add(number, sessions.pid_of(number)):
+            self.store.on_closed(number, time.monotonic_ns())
 
     def _shut_down(self) -> None:
         """Tell the engines, give them a moment to close on their own, and keep what they stored."""

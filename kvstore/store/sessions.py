@@ -3,7 +3,7 @@
 Hello from each part --> all ranks are there: a namespace is found, workers are welcome
 all memory mapped ------> the session is active, and its scheduler half welcome
 any connection closed, or something wrong said --> Detach to the others
-the last worker's connection closed --> its slots and leases are free again
+the last worker's connection closed --> its slots and leases are free again (endings.py: when)
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ class Sessions(dict[str, Session]):
             return session.subject
         pid, uid = self.processes.get(connection, (None, None))
         return Subject(connection=connection, pid=pid or None, uid=uid)
+
+    def pid_of(self, connection: int) -> int:
+        """Return whose connection it is; 0 for a process that cannot be seen from here."""
+        process = self.processes.get(connection)
+        return 0 if process is None else process.pid
 
     def was_detached(self, connection: int) -> bool:
         """Tell whether a scheduler's session is gone, which it may not have read yet."""
