@@ -344,6 +344,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "kvstore/store/lookups.py": (
+        ("load_or_compute -k O21_a_slow_tier_with", "if cut.blocks < end and", "if False and"),
         (
             "direct_fetch -k B20_direct_over_TCP",
             "direct = direct and not push",
@@ -371,6 +372,11 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "kvstore/handover/jobs.py": (
+        (
+            "slow_peers -k O21_a_peer_compares",
+            "since = index if rule.trailing is None else 0",
+            "since = index",
+        ),
         ("slow_peers -k O21_a_peer_does", "if not block_ns or ", "if True or "),
         ("slow_peers -k O21_a_peer_counts", "end if gap is None else min(end, gap)", "len(tiers)"),
         (

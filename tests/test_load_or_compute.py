@@ -14,7 +14,7 @@ from kvstore.core.load_paces import LoadPaces
 from kvstore.core.pace import Pace
 from kvstore.core.tier import TierContext
 from kvstore.core.tiering import Found, Tiering
-from kvstore.core.types import Chain, JobKind, TransferJob
+from kvstore.core.types import Chain, GroupRule, JobKind, TransferJob
 from kvstore.store.load_or_compute import ENDS_MAX, LOOKS_MAX, worth_loading
 from kvstore.wire import engine as p
 from tests.harness.fakes import Engine, Town, blocks, hashes, settings
@@ -29,11 +29,12 @@ COMPUTED = 2 * MS  # likewise computed
 class Street:
     """A town whose blocks leave memory for tiers of a given pace."""
 
-    def __init__(self, **paces: int) -> None:
+    def __init__(self, *rules: GroupRule, **paces: int) -> None:
         """paces: ns that a tier reads a block in, by its name; the first is asked first."""
+        self._groups = len(rules) or 1
         made = [(name, partial(self._make, pace)) for name, pace in paces.items()]
         self.town = Town(settings(policy="lru", promote="60s", leased="100%"), tiers=made)
-        self.live: Engine = self.town.attach()
+        self.live: Engine = self.town.attach(rules=rules)
         self.tiers = {tier.name: cast("PacedTier", tier) for tier in self.town.tiers}
 
     def _make(self, block_ns: int, context: TierContext) -> PacedTier:
@@ -48,9 +49,9 @@ class Street:
 
     def put(self, chain: list[bytes]) -> list[bytes]:
         """Store a chain; then other blocks, until it is in the lower tiers only."""
-        self.live.put(chain)
+        self.live.put(chain, groups=self._groups)
         for _ in range(40):
-            self.live.put([random.randbytes(32)])
+            self.live.put([random.randbytes(32)], groups=self._groups)
         return chain
 
     def load(self, chain: list[bytes]) -> int:
@@ -129,6 +130,26 @@ def test_O21_a_load_is_cut_to_the_part_that_pays() -> None:
     found = street.hit(chain)
     assert blocks(found) == [0, 1, 2, 3, 4]
     assert found.missed == ("too_slow", 8)
+
+
+def test_O21_a_slow_tier_with_the_last_blocks_of_a_window_is_read_where_that_saves_all() -> None:
+    """Without them there is no hit, though they alone are computed sooner than read."""
+    street = Street(GroupRule(), GroupRule(2), disk=QUICK, attic=SLOW)
+    disk, attic = street.tiers["disk"], street.tiers["attic"]
+    for number in range(3):
+        for other in (attic, disk):
+            chain = street.put(hashes(3 + number, f"{other.name} {number}"))
+            other.clear()
+            assert street.load(chain) == len(chain)
+    for count, there in ((14, 14), (8, 0)):  # two blocks are read in as long as ten are computed
+        chain = street.put(hashes(count, f"of {count}"))
+        window = [Chain(b"".join(chain), 32, 2, b"").key(1, at) for at in range(count)]
+        disk.discard(window)
+        attic.discard(window[:-2])
+        found = street.live.hit(chain, block_ns=SLOW // 5)
+        assert len(blocks(found)) == there
+        assert found.missed == (("", 0) if there else ("too_slow", count))
+        street.live.step(release=(found.lease,))
 
 
 def test_O21_blocks_in_memory_are_used_and_those_below_them_left() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
 from kvstore.core.load_paces import TRY_EVERY
+from kvstore.core.types import GroupRule
+from kvstore.handover.jobs import Job
 from kvstore.wire import engine as p
 from tests.harness.fakes import blocks, hashes, keys_of
 from tests.harness.handover_pair import Pair, stored
@@ -216,3 +221,22 @@ def test_O21_a_peer_counts_what_can_be_computed_up_to_the_first_block_that_nobod
         pair.consumer.claimed(number)
         pair.run(10)
         measured(pair)
+
+
+@pytest.mark.parametrize(("count", "slow"), [(40, set()), (4, {"shelf"})])
+def test_O21_a_peer_compares_the_last_blocks_of_a_window_with_all_that_they_save(
+    count: int, slow: set[str]
+) -> None:
+    """Without them there is no hit: what they alone would be computed in says nothing."""
+    pair, _ = stored(1)
+    measured(pair)
+    layout = SimpleNamespace(rules=(GroupRule(), GroupRule(2)))
+    source = SimpleNamespace(layout=layout, tiering=pair.source.tiering, manager=None)
+    leases = SimpleNamespace(computes=lambda _request, _manager: False)
+    wanted = [range(count), range(count - 2, count)]
+    job = SimpleNamespace(
+        source=source, leases=leases, request="", block_ns=COMPUTED, wanted=wanted
+    )
+    tiers = ["cpu"] * count + ["shelf"] * 2
+    found = [Job.too_slow(cast("Job", job), tiers, 0) for _ in range(2)]
+    assert found == [set(), slow], "tried once"

@@ -222,7 +222,9 @@ class Job(Move):
         for rule, indices in zip(self.source.layout.rules, self.wanted, strict=True):
             for tier, index in zip(tiers[at : at + len(indices)], indices, strict=True):
                 if tier is not None:
-                    first[tier] = min(index, first.get(tier, index))
+                    # Without the last blocks of such a group there is no hit, or a shorter one.
+                    since = index if rule.trailing is None else 0
+                    first[tier] = min(since, first.get(tier, since))
                     end = max(end, index + 1)
                 elif rule.trailing is None:
                     gap = index if gap is None else min(gap, index)

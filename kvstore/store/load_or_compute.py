@@ -28,16 +28,20 @@ def worth_loading(
     below: Sequence[Found],
     block_ns: int,
     now_ns: int,
+    other: int | None = None,
 ) -> int:
     """Return how many of the leading blocks of a hit an engine is to load.
 
-    below: what lower tiers have of them. block_ns: how long the engine computes a block.
+    below: what lower tiers have of them. block_ns: how long the engine computes a block. other: the
+    only shorter hit that there is, if that is known.
     """
     tiering, rules = namespace.tiering, namespace.layout.rules
     full = namespace.full_first[0]
     here = next((run.first for run in below if run.group == full), blocks)
     coming = list(_arrivals(tiering, chain, full, here, now_ns)) if tiering.coming else []
     ends = sorted({run.first for run in below} | {first for first, _ in coming})
+    if other is not None:
+        ends = [other]
 
     def beyond_ns(end: int) -> int:
         """Return how much longer loading takes than computing; below 0: how much less."""

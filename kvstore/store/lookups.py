@@ -254,11 +254,15 @@ class Lookups:
         loads = found.below or ask.namespace.tiering.coming
         if not block_ns or ask.memory_only or ask.direct is not None or not loads:
             return found
-        end = worth_loading(ask.namespace, ask.chain, found.blocks, found.below, block_ns, now_ns)
+        hit = ask.namespace, ask.chain, found.blocks, found.below, block_ns, now_ns
+        end = worth_loading(*hit)
         if end == found.blocks:
             return found
         slow = next((run for run in found.below if run.first >= end), None)
         cut = self._look_for(ask, end, wait=wait)
+        # A group that needs its last blocks only may have none for a hit that ends there.
+        if cut.blocks < end and worth_loading(*hit, other=cut.blocks) == found.blocks:
+            return found
         return msgspec.structs.replace(cut, there=found.blocks, end=end, slow=slow)
 
     def _look_for(self, ask: Ask, blocks: int, *, wait: bool) -> _Hit:
