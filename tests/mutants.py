@@ -69,9 +69,15 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("store_blocks store -k O18", ".ok = writing.ok and message.ok", ".ok = message.ok"),
     ),
     "kvstore/store/endings.py": (
-        ("endings -k O23_a_process", "now_s >= until or _over(end)", "_over(end)"),
+        ("endings -k O23_a_process", "now_s >= until or _has_ended(end)", "_has_ended(end)"),
     ),
     "kvstore/store/sessions.py": (
+        ("endings -k O23_slots", " and not self.endings.waits_for(session)", ""),
+        (
+            "endings -k O23_a_worker",
+            "if end is not None and session is not None and not parted:",
+            "if end is not None and session is not None:",
+        ),
         ("store -k S2_layers", "self._check_layers(hello)"),
         ("turns -k S4_a_namespace_is_visited", "self._namespaces.wake(namespace)"),
         ("store store_blocks -k O23", "namespace.manager.give_back(session.granted)"),
@@ -269,11 +275,6 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if connection.refused or connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:",
         ),
         ("store_disk -k while_a_peer_calls", "self._leave_all_but_engines()"),
-        (
-            "endings -k O23_slots",
-            "not self._endings.add(number, sessions.pid_of(number))",
-            "True",
-        ),
         (
             "turns -k asks_nothing",
             "if disk is not None and (disk_s <= _BUSY_TICK_S or now_ns >= self._disk_ns):",

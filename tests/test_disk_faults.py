@@ -142,7 +142,7 @@ def test_a_store_that_ends_keeps_its_blocks_as_long_as_a_slow_disk_takes_them(
 def test_a_store_that_ends_waits_for_a_disk_that_fails_for_a_moment(
     store: Served, faults: Faults, before: bool
 ) -> None:
-    """What failed was counted as copied, and was lost."""
+    """Blocks that failed were counted as copied, and were lost."""
     with faults.of(Call.WRITE, Kind.EXTENTS, error=errno.EIO) as fault:
         names = store.put(5)
         kept = {name: store.get(name)[0] for name in names}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import subprocess
 import sys
 import time
@@ -13,43 +12,38 @@ from pathlib import Path
 import pytest
 
 from kvstore.store import endings
-from kvstore.store.server import Server
 from tests.harness.live import LiveStore, eventually, store_settings
 
-EXIT = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # the system call that ends one thread
-DYING = f"""
-import ctypes, os, sys, threading, time
+DYING = """
+import sys
 from types import SimpleNamespace
+from kvstore.wire import engine as p
 from tests.harness.live import LiveEngine
 
 engine = LiveEngine(SimpleNamespace(path=sys.argv[1]), "dying")
 engine.put([b"a" * 32])
-first = threading.get_native_id()
-
-def last():
-    while open(f"/proc/{{first}}/stat").read().rpartition(")")[2].split()[0] != "Z":
-        time.sleep(0.01)
-    engine.scheduler.close()
-    engine.worker.close()
-    print("closed", flush=True)
-    sys.stdin.read()
-    os._exit(9)
-
-threading.Thread(target=last).start()
-ctypes.CDLL(None).syscall({EXIT}, 0)
+sys.stdin.readline()
+if sys.argv[2] == "goodbye":
+    engine.worker.send(p.Detach(""))
+engine.scheduler.close()
+engine.worker.close()
+sys.stdin.read()
 """
 
 
 @contextmanager
-def dying(store: LiveStore) -> Iterator[subprocess.Popen[bytes]]:
-    """An engine that ends: its connections are closed, and its process is there until told.
+def dying(store: LiveStore, how: str = "killed") -> Iterator[subprocess.Popen[bytes]]:
+    """An engine whose connections close when it is told to, and whose process lives on.
 
-    As when the kernel ends a process: its first thread has gone before the last closes its files.
+    So it is for a moment when the kernel ends a process, which closes its files one by one.
     """
-    command = [sys.executable, "-c", DYING, store.path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"closed\n"
+    command = [sys.executable, "-c", DYING, store.path, how]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        sessions = store.server.store.sessions
+        eventually(lambda: "dying" in sessions and sessions["dying"].granted)
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
         yield process
         process.kill()
 
@@ -58,12 +52,21 @@ def test_O23_slots_of_a_killed_worker_are_free_when_its_process_has_ended(tmp_pa
     """Its GPU goes on writing for a moment: into blocks of others, if they had the slots."""
     with LiveStore(store_settings(tmp_path)) as store, dying(store) as process:
         sessions = store.server.store.sessions
-        granted = sessions["dying"].granted
-        time.sleep(0.3)
-        assert granted
-        assert "dying" in sessions
+        session = sessions["dying"]
+        eventually(lambda: not session.workers)
+        time.sleep(0.5)
+        assert sessions["dying"] is session
+        assert session.granted
         process.kill()
         eventually(lambda: "dying" not in sessions)
+
+
+def test_O23_a_worker_that_says_goodbye_is_not_waited_for(tmp_path: Path) -> None:
+    with LiveStore(store_settings(tmp_path)) as store, dying(store, "goodbye"):
+        sessions = store.server.store.sessions
+        eventually(lambda: not sessions["dying"].workers if "dying" in sessions else True)
+        time.sleep(0.3)
+        assert "dying" not in sessions
 
 
 def test_O23_a_process_that_does_not_end_is_not_waited_for_for_ever(
@@ -76,8 +79,8 @@ def test_O23_a_process_that_does_not_end_is_not_waited_for_for_ever(
 
 def test_O23_a_store_ends_while_a_worker_ends(tmp_path: Path) -> None:
     with LiveStore(store_settings(tmp_path)) as store, dying(store):
-        server: Server = store.server
-        eventually(lambda: len(server._endings))
+        waiting = store.server.store.sessions.endings._waiting
+        eventually(lambda: waiting)
         store.stop()
         assert store.seconds < 5
-        assert not len(server._endings)
+        assert not waiting

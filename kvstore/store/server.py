@@ -39,7 +39,6 @@ from kvstore.logs import RateLog
 from kvstore.metrics import NVME
 from kvstore.store import metrics_endpoint
 from kvstore.store.edge_thread import EdgeThread
-from kvstore.store.endings import Endings
 from kvstore.store.health import Health
 from kvstore.store.live_settings import Reloaded
 from kvstore.store.metrics_endpoint import StoreCollector
@@ -49,7 +48,7 @@ from kvstore.store.tier_guard import Plugin
 from kvstore.systemd import Systemd
 from kvstore.wire import engine as p
 from kvstore.wire import framing
-from kvstore.wire.credentials import USERS_MAX, peer_process, trusted
+from kvstore.wire.credentials import USERS_MAX, peer_process, process_end, trusted
 from tiers import nvme
 from tiers.cpu import CpuMemory
 
@@ -164,7 +163,6 @@ class Server:
         )
         self.store.plugins = self._plugins
         self.store.not_ready = self.health.not_ready
-        self._endings = Endings()
         self._edge = EdgeThread()
         self._hung_up = False  # SIGHUP came
         barrier = Barrier(self._said, self.store.met_a_bug)
@@ -232,7 +230,7 @@ class Server:
             for connection in self._connections.values():
                 connection.sock.close()
             self._connections.clear()
-            self._endings.close()
+            self.store.sessions.endings.close()
             self._selector.close()
             if self._peers is not None:
                 self._peers.close()
@@ -291,7 +289,7 @@ class Server:
 
     def _turn(self) -> None:
         disk, peers = self._disk, self._peers
-        busy = self.store.busy or self.store.asked.waits or self._endings
+        busy = self.store.busy or self.store.asked.waits
         timeout = _BUSY_TICK_S if busy else _TICK_S
         disk_s = _TICK_S if disk is None else disk.next_s
         peers_s = _TICK_S if peers is None else peers.wait_s(time.monotonic_ns())
@@ -308,7 +306,6 @@ class Server:
                 self._read(connection)
         self._flush()  # engines wait for answers
         now_ns = time.monotonic_ns()
-        self._close_ended(now_ns)
         self._accept_again(now_ns)
         self._said.tick()
         if disk is not None and (disk_s <= _BUSY_TICK_S or now_ns >= self._disk_ns):
@@ -336,11 +333,6 @@ class Server:
             self._gauges_fresh.set()
         took_s = (time.monotonic_ns() - began_ns) / 1e9
         self.store.numbers.observe("kvstore_turn_seconds", took_s)
-
-    def _close_ended(self, now_ns: int) -> None:
-        """Tell of connections whose processes have ended by now."""
-        for number in self._endings.take():
-            self.store.on_closed(number, now_ns)
 
     def _accept_again(self, now_ns: int) -> None:
         """Listen again, some time after a connection could not be taken."""
@@ -477,11 +469,11 @@ class Server:
         if self._connections.pop(connection.number, None) is None:
             return
         self._selector.unregister(connection.sock)
+        number = connection.number
+        end = process_end(connection.sock) if self.store.sessions.may_write(number) else None
         connection.sock.close()
+        self.store.on_closed(number, time.monotonic_ns(), end)
         self._lonely_since = time.monotonic()
-        sessions, number = self.store.sessions, connection.number
-        if not sessions.may_write(number) or not self._endings.add(number, sessions.pid_of(number)):
-            self.store.on_closed(number, time.monotonic_ns())
 
     def _shut_down(self) -> None:
         """Tell the engines, give them a moment to close on their own, and keep what they stored."""
@@ -507,11 +499,12 @@ class Server:
     def _copy_down(self) -> None:
         """Copy what only memory has to the lower tiers, within a time budget.
 
-        What a disk that fails meanwhile did not take goes again once it is back.
+        A disk that fails meanwhile and comes back is given the blocks again that it did not take.
         """
         namespaces, drain = self.store.namespaces, self.store.drain
         self._await_disk()
         started = told = kept = time.monotonic()
+        self.store.on_tick(time.monotonic_ns())  # what has failed until now is not queued
         before, copied, failed = drain.stored(), 0, False
         namespaces.enqueue_all()
         total = namespaces.queued_blocks
@@ -528,7 +521,7 @@ class Server:
                 log.info("copying blocks that only memory has: %s", self.health.copied)
             failed |= self._disk_fails
             if failed and not namespaces.queued_blocks and self._await_disk():
-                failed = False
+                failed, kept = False, time.monotonic()
                 namespaces.enqueue_all()
             time.sleep(_BUSY_TICK_S)
         if total:
@@ -539,13 +532,16 @@ class Server:
         return self._disk is not None and self._disk.fails
 
     def _await_disk(self) -> bool:
-        """Give a disk that fails some seconds; tell whether there is none that still does."""
+        """Wait for a disk that fails, if it is tried again soon; tell whether none fails now."""
         until = time.monotonic() + _BACK_S
-        while self._disk is not None and self._disk.fails and time.monotonic() < until:
+        while self._disk is not None and self._disk.fails:
+            now = time.monotonic()
+            if now >= until or now + self._disk.retry_s > until:
+                return False
             self._disk.poll()
             self.health.turned(time.monotonic_ns())
             time.sleep(_BUSY_TICK_S)
-        return not self._disk_fails
+        return True
 
 
 def serve(

@@ -3,18 +3,21 @@
 Hello from each part --> all ranks are there: a namespace is found, workers are welcome
 all memory mapped ------> the session is active, and its scheduler half welcome
 any connection closed, or something wrong said --> Detach to the others
-the last worker's connection closed --> its slots and leases are free again (endings.py: when)
+the last worker's connection closed, and its process, if killed, ended --> its slots and leases are
+                         free again
 """
 
 from __future__ import annotations
 
 import logging
+import os
 
 from kvstore.config import EngineConfig
 from kvstore.core import limits
 from kvstore.core.errors import KVStoreError, ProtocolError
 from kvstore.core.layout import slot_layout
 from kvstore.logs import RateLog, Subject
+from kvstore.store.endings import Endings
 from kvstore.store.extents import Memory
 from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
@@ -52,6 +55,8 @@ class Sessions(dict[str, Session]):
         self._lives = RateLog(log, lines_max=LIVES_MAX)
         self.processes: dict[int, Process] = {}  # at the other end of connections
         self._by_connection: dict[int, Session] = {}
+        self._parted: set[int] = set()  # connections that said goodbye, or were turned away
+        self.endings = Endings()
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
 
     def use(self, engine: EngineConfig) -> None:
@@ -69,11 +74,6 @@ class Sessions(dict[str, Session]):
             return session.subject
         pid, uid = self.processes.get(connection, (None, None))
         return Subject(connection=connection, pid=pid or None, uid=uid)
-
-    def pid_of(self, connection: int) -> int:
-        """Return whose connection it is; 0 for a process that cannot be seen from here."""
-        process = self.processes.get(connection)
-        return 0 if process is None else process.pid
 
     def was_detached(self, connection: int) -> bool:
         """Tell whether a scheduler's session is gone, which it may not have read yet."""
@@ -202,6 +202,7 @@ class Sessions(dict[str, Session]):
     def turn_away(self, connection: int, reason: str, text: str) -> None:
         """End the session of a connection; refuse one that is in none, or whose session ends."""
         session = self._by_connection.get(connection)
+        self._parted.add(connection)
         if session is None or session.phase is Phase.ENDING:
             self._send(connection, p.Refused(text, retry=False), None)
         else:
@@ -210,6 +211,7 @@ class Sessions(dict[str, Session]):
     def leave(self, connection: int, reason: str) -> None:
         """A part of an engine is about to close its connection; reason: its fault, "" for none."""
         session = self._by_connection.get(connection)
+        self._parted.add(connection)
         if session is not None:
             text = f"its {session.part(connection)} closes the session: {reason}"
             self.end(session, "left", text if reason else "the engine ends", calm=not reason)
@@ -234,11 +236,20 @@ class Sessions(dict[str, Session]):
         for connection in session.connections():
             self._send(connection, p.Detach(text[: limits.TEXT_MAX]), None)
 
-    def closed(self, connection: int, now_ns: int) -> None:
-        """A connection is gone: its session ends, and with the last worker its slots come back."""
+    def closed(self, connection: int, now_ns: int, end: int | None = None) -> None:
+        """A connection is gone: its session ends, and with the last worker its slots come back.
+
+        end: a pidfd of a worker's process; one that said no goodbye is waited for.
+        """
         self._ended.discard(connection)
+        parted = connection in self._parted
+        self._parted.discard(connection)
         process = self.processes.pop(connection, None)
         session = self._by_connection.pop(connection, None)
+        if end is not None and session is not None and not parted:
+            self.endings.add(session, end)
+        elif end is not None:
+            os.close(end)
         if session is None:
             return
         part = session.part(connection) + (f" (pid {process.pid})" if process else "")
@@ -249,11 +260,11 @@ class Sessions(dict[str, Session]):
             with self._barrier.around(f"the end of connection {connection}"):
                 self._memory.forget(session.namespace, connection)
         self.end(session, "died", f"its {part} closed without a goodbye: killed, or crashed")
-        if not session.workers:
+        if not session.workers and not self.endings.waits_for(session):
             self._bury(session, now_ns)
 
     def _bury(self, session: Session, now_ns: int) -> None:
-        """The last worker has closed: nothing writes the session's slots any more."""
+        """The last worker has gone: nothing writes the session's slots any more."""
         del self[session.engine]
         if session.scheduler is not None:
             del self._by_connection[session.scheduler]
@@ -274,7 +285,10 @@ class Sessions(dict[str, Session]):
         if namespace.layout.unnamed:
             namespace.manager.clear()  # nothing can ask for them any more
 
-    def tick(self) -> None:
-        """Say how many lines were left out of the log."""
+    def tick(self, now_ns: int) -> None:
+        """Bury sessions whose processes have ended; say how many lines were left out of the log."""
+        for session in self.endings.take():
+            if not session.workers:
+                self._bury(session, now_ns)
         self._said.tick()
         self._lives.tick()

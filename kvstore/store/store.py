@@ -153,14 +153,14 @@ class Store:
         if self.sessions.was_detached(connection):
             return
         try:
-            if session is not None and session.phase is Phase.ENDING:
+            if isinstance(message, p.Detach):
+                self.sessions.leave(connection, message.reason)
+            elif session is not None and session.phase is Phase.ENDING:
                 self._on_late(session, connection, message)
             elif isinstance(message, p.Hello):
                 self.sessions.hello(connection, message, now_ns)
             elif isinstance(message, p.Query):
                 self._query(connection, message)
-            elif isinstance(message, p.Detach):
-                self.sessions.leave(connection, message.reason)
             elif session is None:
                 raise ProtocolError(f"{type(message).__name__} before Hello")
             else:
@@ -209,10 +209,13 @@ class Store:
         else:
             raise ProtocolError(f"{type(message).__name__} is not for the store")
 
-    def on_closed(self, connection: int, now_ns: int) -> None:
-        """A connection is gone; its session ends, and with the last worker its slots come back."""
+    def on_closed(self, connection: int, now_ns: int, end: int | None = None) -> None:
+        """A connection is gone; its session ends, and with the last worker its slots come back.
+
+        end: a pidfd of a worker's process, which is closed.
+        """
         self._now_ns = now_ns
-        self.sessions.closed(connection, now_ns)
+        self.sessions.closed(connection, now_ns, end)
 
     def on_tick(self, now_ns: int) -> None:
         """After every batch of messages, and at least a few times a second."""
@@ -237,7 +240,7 @@ class Store:
             for connection in waiting:
                 self._report(connection)
         self._said.tick()
-        self.sessions.tick()
+        self.sessions.tick(now_ns)
 
     def met_a_bug(self) -> None:
         """Count a bug that cost something."""

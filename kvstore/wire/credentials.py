@@ -6,6 +6,7 @@ takes whoever listens at its store's address would send it there itself.
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import pwd
@@ -21,6 +22,7 @@ from kvstore.units import shown, wrong
 USERS_MAX = 1000
 UID_MAX = (1 << 32) - 2  # and of groups
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
+_PEER_PIDFD = 77  # SO_PEERPIDFD, which Python does not name
 _AGAIN_S = 0.05
 
 
@@ -40,6 +42,21 @@ def peer_process(sock: socket.socket) -> Process:
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(found)
     return Process(pid, uid & 0xFFFFFFFF)
+
+
+def process_end(sock: socket.socket) -> int | None:
+    """Return a pidfd of the process that connected; None for our own, and one that has ended.
+
+    On a kernel before Linux 6.5 also for a process that cannot be seen from here.
+    """
+    pid = peer_process(sock).pid
+    if pid == os.getpid():
+        return None
+    with contextlib.suppress(OSError):
+        return sock.getsockopt(socket.SOL_SOCKET, _PEER_PIDFD)
+    with contextlib.suppress(OSError, ValueError):  # ValueError: pid 0
+        return os.pidfd_open(pid)
+    return None
 
 
 def trusted(uid: int, named: Collection[int]) -> bool:

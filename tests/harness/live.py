@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
@@ -233,6 +233,8 @@ class LiveEngine:
         return found
 
     def close(self) -> None:
+        with suppress(OSError):  # the store has gone
+            self.worker.send(p.Detach(""))
         self.scheduler.close()
         self.worker.close()
         for _, memory in self._maps:

@@ -148,6 +148,11 @@ class NvmeDisk:
         return bool(self.health.reason) and not self._closed and not self._given_up
 
     @property
+    def retry_s(self) -> float:
+        """Seconds until one that fails is tried again."""
+        return self.health.due_at_s - time.monotonic()
+
+    @property
     def state(self) -> str:
         """One word for operators."""
         return HealthState.OFF.value if self._given_up else self.health.state.value
