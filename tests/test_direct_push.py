@@ -234,6 +234,33 @@ def test_L1_direct_many_blocks_are_written_some_at_a_time(monkeypatch: pytest.Mo
     assert pair.passed == {(number, position): True for position in range(3)}
 
 
+def test_S2_direct_a_large_push_is_begun_as_earlier_writes_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else its messages alone are more than the exporter may leave unread, and it is ended."""
+    monkeypatch.setattr(jobs, "FILL_BYTES", 1)
+    monkeypatch.setattr(jobs, "WRITING_BYTES", 2 * SLOT_BYTES)
+    pair, chain = stored(6)
+    begun: list[Part] = []
+    pair.moves.fill = lambda part, fill: begun.append(part)  # type: ignore[method-assign] # noqa: ARG005
+    number = claimed(pair, chain)
+    pair.moves.has_room = False
+    pair.name(number, {position: [10 + position] for position in range(6)})
+    pair.run(5)
+    assert not begun, "the exporter has not read what it was sent"
+    pair.moves.has_room = True
+    for _ in range(3):
+        pair.run(5)
+        ended = begun[:]
+        begun.clear()
+        assert len(ended) == 2 * len(RANKS)
+        for part in ended:
+            pair.producer.written(part, ok=True)
+    pair.run(5)
+    assert pair.passed == {(number, position): True for position in range(6)}
+    pair.check_nothing_left()
+
+
 @pytest.mark.parametrize("how", ["lost", "late", "let go", "lease", "exporter"])
 def test_B20_direct_what_a_peer_may_still_write_is_told_so(how: str) -> None:
     pair, chain = stored(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -357,6 +358,16 @@ def test_B15_direct_a_peer_that_hangs_takes_a_part_of_an_engines_turns_only() ->
     sent.now_ns += SLOW_NS - 1
     sent.start(80, peer=4)
     assert len(sent.told) == OF_PEER + 3, "it has had the first one since it was told of it"
+
+
+def test_S2_direct_many_writes_of_a_peer_are_queued_and_dropped_promptly() -> None:
+    """What each costs does not grow with how many there are: all of this is one turn or two."""
+    sent, count, begun_s = Sent(), 40_000, time.process_time()
+    for position in range(count):
+        sent.start(position, peer=1)
+    sent.engine_writes.abandon(Part(1, 1, range(count)))
+    assert time.process_time() - begun_s < 8
+    assert len(sent.ended()) == count - OF_PEER
 
 
 def test_B15_direct_an_engine_that_is_about_to_go_begins_no_write() -> None:

@@ -81,12 +81,14 @@ def test_it_closes_in_time_even_while_it_is_stopped(side: Side) -> None:
 def test_a_stopped_process_holds_nothing_up(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent waits in memory, up to a limit; then the next process is started."""
     wait(side, lambda: side.ready)
+    assert side.exporter.has_room
     sent(side, signal.SIGSTOP)
     large = msgspec.structs.replace(move(), local=bytes(4 * MIB), remote=bytes(4 * MIB))
     numbers: list[int] = []
     assert promptly(lambda: numbers.extend(side.exporter.start(large) for _ in range(3))) < 5
     side.poll()
     assert not side.of(Down)
+    assert not side.exporter.has_room, "what can wait is not sent"
     monkeypatch.setattr(supervisor, "OUTBOX_BYTES_MAX", 16 * MIB)
     wait(side, lambda: side.of(Down))
     assert side.of(Down)[0].reason == "it does not read: it was ended by SIGKILL"

@@ -50,7 +50,7 @@ class _Write(msgspec.Struct, eq=False):
 class _Engine(msgspec.Struct, eq=False):
     """One engine; told: agents that its workers know how to reach."""
 
-    waiting: deque[_Write] = msgspec.field(default_factory=deque)
+    waiting: dict[int, deque[_Write]] = {}  # by peer
     open: dict[int, _Write] = {}
     told: set[str] = set()
 
@@ -63,11 +63,16 @@ class _Engine(msgspec.Struct, eq=False):
         if len(self.open) >= AT_ONCE:
             return None
         peers = Counter(found.part.peer for found in self.open.values())
-        for found in self.waiting:
-            if peers[found.part.peer] < OF_PEER:
-                self.waiting.remove(found)
-                return found
-        return None
+        first = [waiting[0] for peer, waiting in self.waiting.items() if peers[peer] < OF_PEER]
+        return self.take(min(first, key=lambda found: found.number).part.peer) if first else None
+
+    def take(self, peer: int) -> _Write:
+        """Take the first write that waits, of one peer."""
+        waiting = self.waiting[peer]
+        found = waiting.popleft()
+        if not waiting:
+            del self.waiting[peer]
+        return found
 
 
 class EngineWrites:
@@ -97,7 +102,7 @@ class EngineWrites:
         if engine.is_slow(now_ns):
             self._end(found, ok=False, stopped=True)
             return
-        engine.waiting.append(found)
+        engine.waiting.setdefault(part.peer, deque()).append(found)
         self._go_on(engine, now_ns)
 
     def _go_on(self, engine: _Engine, now_ns: int) -> None:
@@ -124,11 +129,16 @@ class EngineWrites:
 
     def abandon(self, part: Part) -> None:
         """Stop waiting for a job's blocks: writes that have not begun are dropped."""
+        positions = set(part.positions)
         for engine in self._engines.values():
-            for found in [each for each in engine.waiting if each.part[:2] == part[:2]]:
-                if not set(found.part.positions).isdisjoint(part.positions):
-                    engine.waiting.remove(found)
+            kept: deque[_Write] = deque()
+            for found in engine.waiting.pop(part.peer, ()):
+                if found.part.job == part.job and not positions.isdisjoint(found.part.positions):
                     self._end(found, ok=False, stopped=True)
+                else:
+                    kept.append(found)
+            if kept:
+                engine.waiting[part.peer] = kept
 
     def written(self, session: int, rank: int, message: p.BlocksWritten) -> None:
         """Record the end of a worker's write. Raises ProtocolError for an unknown one."""
@@ -155,7 +165,7 @@ class EngineWrites:
         """Begin no more writes of an engine that leaves; its workers end those that have begun."""
         engine = self._engines.get(session)
         while engine is not None and engine.waiting:
-            self._end(engine.waiting.popleft(), ok=False, stopped=True)
+            self._end(engine.take(next(iter(engine.waiting))), ok=False, stopped=True)
 
     def end_of(self, session: int) -> None:
         """Drop an engine that is gone: writes that had begun may still arrive."""
@@ -174,8 +184,11 @@ class EngineWrites:
         """Begin what can begin; return what has ended since the last call."""
         for engine in self._engines.values():
             self._go_on(engine, now_ns)
-            while engine.waiting and now_ns - engine.waiting[0].since_ns >= WAIT_NS:
-                self._end(engine.waiting.popleft(), ok=False, stopped=True)
+            for peer in list(engine.waiting):
+                while peer in engine.waiting:
+                    if now_ns - engine.waiting[peer][0].since_ns < WAIT_NS:
+                        break
+                    self._end(engine.take(peer), ok=False, stopped=True)
             for found in engine.open.values():
                 if now_ns - found.since_ns >= LOST_NS:
                     self._lose(found)

@@ -30,6 +30,7 @@ JOBS_MAX = 1024  # of one peer
 BLOCKS_MAX = 1 << 20  # wanted by one peer at one time
 FILL_BYTES = 8 << 20  # of one write into an engine: once abandoned, it is in quarantine as a whole
 FILL_PIECES = 1 << 15  # of one, of all ranks together
+WRITING_BYTES = 512 << 20  # of one direct push under way: others' transfers wait behind them
 RUNS_MAX = 1 << 13  # of pages, of all ranks together
 PIECES_MAX = 1 << 16  # of one block there
 MEMORY, PREFILL = "cpu", "prefill"  # where an offered block is, beside the names of lower tiers
@@ -272,6 +273,19 @@ class Job(Move):
             self.states.put(run, MOVING)
         self.unwritten.extend(positions)
 
+    def take_unwritten(self) -> Sequence[int]:
+        """Take blocks to write now: all, but of a direct push a few, and none if many are going."""
+        layout, count = self.source.layout, len(self.unwritten)
+        if self.direct and count:
+            writing = self.states.count(MOVING) - count
+            most = [layout.slot_bytes // _stride(layout, g) for g in range(len(layout.rules))]
+            # These fill one write for each group, or less.
+            few = len(most) * min(self._step(group, blocks) for group, blocks in enumerate(most))
+            count = few if writing * layout.slot_bytes < WRITING_BYTES else 0
+        taken = self.unwritten[:count]
+        del self.unwritten[:count]
+        return taken
+
     def told(self, positions: Sequence[int]) -> Sequence[int]:
         """Return those that the peer was told of, while the lease holds."""
         if self.over:
@@ -479,14 +493,18 @@ class Job(Move):
     def _batches(
         self, group: int, found: list[Placed]
     ) -> Iterator[tuple[Part, list[int], list[int]]]:
-        pieces = self._pieces(group) * max(len(blocks) for _, _, blocks in found)
-        blocks_max = FILL_BYTES // self.source.layout.slot_bytes
-        step = max(1, min(blocks_max, FILL_PIECES // max(1, pieces)))
+        step = self._step(group, max(len(blocks) for _, _, blocks in found))
         for first in range(0, len(found), step):
             batch = found[first : first + step]
             sources = [place for _, places, _ in batch for place in places]
             targets = [place for _, _, places in batch for place in places]
             yield self.part([position for position, _, _ in batch]), sources, targets
+
+    def _step(self, group: int, engine_blocks: int) -> int:
+        """Count the blocks of one write that have so many engine blocks each."""
+        pieces = self._pieces(group) * engine_blocks
+        blocks_max = FILL_BYTES // self.source.layout.slot_bytes
+        return max(1, min(blocks_max, FILL_PIECES // max(1, pieces)))
 
     def _pieces(self, group: int) -> int:
         """Count those of an engine block, in all ranks."""

@@ -396,22 +396,22 @@ class Producer:
         self._transfers.sum(job.part(positions), layout.digest, keys, slots, layout.slot_bytes)
 
     def _start_writes(self, job: Job, now_ns: int) -> None:
-        """Start the writes that are due."""
-        positions, job.unwritten = job.unwritten, []
-        if job.direct:
-            writes: Iterable[tuple[Part, Write]] = job.direct_writes(positions)
-        else:
-            writes = job.slot_writes(positions)
-        for part, write in writes:
-            match write:
-                case SlotMove():
-                    digest = job.source.layout.digest
-                    self._transfers.move(part, job.peer.agent, digest, write)
-                case EngineWrite():
-                    workers = job.source.engines.workers(write.engine)
-                    self._engine_writes.start(part, write, workers, now_ns)
-                case SlotFill():
-                    self._transfers.fill(part, write)
+        """Start writes that are due; others follow in later turns, as the exporter keeps up."""
+        while self._transfers.has_room and (positions := job.take_unwritten()):
+            if job.direct:
+                writes: Iterable[tuple[Part, Write]] = job.direct_writes(positions)
+            else:
+                writes = job.slot_writes(positions)
+            for part, write in writes:
+                match write:
+                    case SlotMove():
+                        digest = job.source.layout.digest
+                        self._transfers.move(part, job.peer.agent, digest, write)
+                    case EngineWrite():
+                        workers = job.source.engines.workers(write.engine)
+                        self._engine_writes.start(part, write, workers, now_ns)
+                    case SlotFill():
+                        self._transfers.fill(part, write)
 
     def _done(self, job: Job, run: Run) -> None:
         """Free blocks of one state that no transfer uses."""

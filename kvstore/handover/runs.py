@@ -148,6 +148,10 @@ class States:
         first, end = run
         return self._states.count(state, first, end) == end - first
 
+    def count(self, state: int) -> int:
+        """Count the blocks in a state."""
+        return self._states.count(state)
+
     def alike(self, run: Run) -> int:
         """Count the leading blocks of a run that are in one state."""
         found = _SAME.match(self._states, *run)

@@ -495,6 +495,11 @@ class Transfers:
 
     # The exporter, and memory
 
+    @property
+    def has_room(self) -> bool:
+        """Tell whether more writes may be started: the exporter has read most of what was sent."""
+        return self.exporter.has_room
+
     def over_tcp(self, host: str) -> bool:
         """Tell whether bytes from and to a host travel over TCP."""
         return over_tcp(host, self.devices)

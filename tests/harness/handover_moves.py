@@ -35,6 +35,8 @@ class LandingSlots(t.Landing):
 class Moves:
     """Each piece of work is done, and ends in its event, when do() has it done."""
 
+    has_room = True
+
     def __init__(self) -> None:
         self.damage: set[BlockKey] = set()  # blocks whose bytes change after they have landed
 

@@ -36,6 +36,7 @@ from tiers.nixl.ucx import environment
 log = logging.getLogger(__name__)
 
 OUTBOX_BYTES_MAX = 64 << 20
+ROOM_BYTES = 4 << 20  # not read: with more, what can wait is not sent
 _START_NS = 60_000_000_000
 _PAUSE_MIN_NS = 100_000_000
 _PAUSE_MAX_NS = 10_000_000_000
@@ -280,6 +281,11 @@ class Exporter:
     def is_up(self) -> bool:
         """Tell whether its process can be used."""
         return self._state == "up"
+
+    @property
+    def has_room(self) -> bool:
+        """Tell whether its process reads what it is sent."""
+        return self._child is None or self._child.outbox_bytes < ROOM_BYTES
 
     @property
     def quarantined_bytes(self) -> int:
