@@ -25,7 +25,7 @@ from tests.bench.steal import Watch
 from tests.harness.exporter_rig import EXPORT, KIB, LANDING, MIB, Side, end, start_all, wait
 from tests.harness.patience import WAIT_S
 from tiers.nixl import supervisor
-from tiers.nixl.messages import Ended, Mapped, Ready, Transfer, Wrong
+from tiers.nixl.messages import Ended, Mapped, Meets, Ready, Transfer, Wrong
 from tiers.nixl.supervisor import Down, Exporter, Settings
 
 pytestmark = pytest.mark.slow
@@ -267,6 +267,46 @@ def test_an_extent_that_is_unmapped_while_nothing_runs(side: Side) -> None:
     side.exporter.unmap(EXPORT)
     side.poll()
     assert [event.extent for event in side.unmapped] == [LANDING, EXPORT]
+
+
+def test_S2_who_ends_the_exporter_pauses_and_others_come_again_at_once(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_HOLD_MIN_NS", 60_000_000_000)
+    exporter = side.exporter
+
+    def met(*peers: str) -> set[str]:
+        for peer in peers:
+            exporter.add_peer(peer, f"metadata of {peer}".encode())
+        return set(exporter._peers.known)
+
+    def ended_by(peer: str) -> None:
+        child, downs = exporter._child, len(side.of(Down))
+        assert child is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(child, "receive", partial(iter, [Meets(peer)]))
+            patch.setattr(exporter, "_epoll", SimpleNamespace(poll=lambda timeout: [timeout]))
+            side.poll()
+        sent(side, signal.SIGKILL)
+        wait(side, lambda: len(side.of(Down)) > downs and side.ready)
+
+    def pause_s() -> float:
+        ((pause_ns, _),) = exporter._peers._held.values()
+        return pause_ns / 1e9
+
+    wait(side, lambda: side.ready)
+    assert met("good", "bad") == {"good", "bad"}
+    wait(side, lambda: len(side.of(Wrong)) == 2)  # it is no real metadata
+    ended_by("bad")
+    assert not exporter._peers.known, "each has to come again"
+    assert met("bad", "good") == {"good"}
+    assert "'bad', expected one of ['good']" in end(side, exporter.start(move("bad"))).text
+    assert pause_s() == 60
+    exporter._looked_ns += 60_000_000_000  # it is over
+    exporter.start(move("bad"))
+    assert met() == {"good", "bad"}, "it is met once it is needed"
+    ended_by("bad")
+    assert pause_s() == 120
 
 
 def test_no_process_or_descriptor_is_left_behind() -> None:

@@ -6,18 +6,29 @@ import ctypes
 import itertools
 import random
 import resource
+import socket
 from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from kvstore.wire.framing import u32
+from kvstore.wire.framing import Decoder, Message, u32
 from tiers.cpu import CpuExtent
 from tiers.nixl import exporter as under_test
 from tiers.nixl.agent import Agent, Blocks, Flight, Indices, Places, Region
 from tiers.nixl.exporter import CHUNK_BYTES, FLIGHTS_MAX, LONG_NAP_S, NAP_S, Extent, TransferLoop
-from tiers.nixl.messages import Ended, ErrorClass, Mapped, MoveError, Transfer, Wrong
+from tiers.nixl.messages import (
+    Ended,
+    ErrorClass,
+    Mapped,
+    Meets,
+    MoveError,
+    Peer,
+    ToStore,
+    Transfer,
+    Wrong,
+)
 
 SLOT = 4096
 SIZE = 64 * SLOT
@@ -142,11 +153,18 @@ class Rig:
         self.agent = FakeAgent()
         self.said: list[Ended | Mapped | Wrong] = []
         self.now_s = 0.0
-        self.mover = TransferLoop(self.agent, self.said.append, lambda: self.now_s)
+        self.met: list[str | None] = []
+        self.mover = TransferLoop(self.agent, self._say, lambda: self.now_s)
         self.memory = CpuExtent(SIZE + SLOT, SLOT)
         self.ids = itertools.count(1)
         for number in (1, 2):
             self.map(number)
+
+    def _say(self, message: Ended | Mapped | Meets | Wrong) -> None:
+        if isinstance(message, Meets):
+            self.met.append(message.peer)
+        else:
+            self.said.append(message)
 
     def map(self, number: int) -> None:
         extent = Extent(self.agent, self.memory.fd, SIZE, writable=number == 2)
@@ -334,6 +352,26 @@ def test_what_a_peer_adds_is_added_and_met_afresh_only_where_it_has_to_be(rig: R
     assert rig.agent.forgotten == {"a": 1}
 
 
+def test_S2_the_store_is_told_whose_metadata_is_read_before_it_is() -> None:
+    """For that may end the process."""
+    store, ours = socket.socketpair()
+    agent = FakeAgent()
+    heard: list[Message] = []
+
+    def add_peer(metadata: bytes) -> str:
+        heard.extend(Decoder(ToStore).feed(store.recv(4096)))
+        raise MoveError(metadata.decode(), "refused")
+
+    agent.add_peer = add_peer  # type: ignore[method-assign]
+    store.setblocking(False)
+    with store, ours:
+        server = under_test.Server(ours, agent)
+        server._do(Peer("a", b"no"))
+        assert heard == [Meets("a")]
+        heard += Decoder(ToStore).feed(store.recv(4096))
+        assert heard[1:] == [Meets()], "and when it has been read"
+
+
 def test_metadata_that_cannot_be_used_or_is_anothers(rig: Rig) -> None:
     rig.mover.add_peer("bad", b"bad")
     rig.mover.add_peer("alias", b"another")
@@ -343,6 +381,7 @@ def test_metadata_that_cannot_be_used_or_is_anothers(rig: Rig) -> None:
         Wrong("metadata of 'another', expected 'alias'", "alias"),
         Wrong("metadata of 'a', expected 'alias2'", "alias2"),
     ]
+    assert rig.met == ["a", None, "b", None, "bad", None, "alias", None, "alias2", None]
     assert rig.agent.forgotten == {"another": 1}, "and a is still known"
     number = rig.start("bad", 1)
     assert rig.ended()[number].error == "gone"

@@ -141,6 +141,24 @@ def test_only_who_is_welcome_is_told_to_the_exporter(place: Place) -> None:
     assert place.prefill.mover.known == {"friend": b"metadata"}
 
 
+def test_S2_peers_are_forgotten_with_the_exporter_and_come_again(place: Place) -> None:
+    """Else what one of them has ended it with would end the next one, too."""
+    agents = place.prefill.peers._agents
+    say = place.caller(place.hello("friend"))
+    place.turns(2)
+    assert agents.metadata("friend")
+    place.prefill.mover.restart("a test")
+    place.turns(2)
+    assert len(agents) == 0
+    assert not agents.metadata("friend")
+    last = place.heard[-1]
+    assert isinstance(last, m.Refused)
+    assert last.retry
+    say(place.hello("friend"))
+    place.turns(2)
+    assert agents.metadata("friend")
+
+
 def test_a_peer_whose_connections_are_gone_is_forgotten_in_the_end(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -453,6 +453,7 @@ class Peers:
     def _on_down(self, reason: str) -> None:
         """Whatever was moving has ended before: now its addresses mean nothing any more."""
         self.exported.down()
+        self._agents.clear()
         self.producer.on_exporter_lost(f"the exporter has ended: {reason}")
         self.links.drop()
         for inlet in self._inlets.values():

@@ -269,11 +269,11 @@ class Producer:
         guard(peer): what is done for a peer is done inside of it.
         """
         self.request_leases.tick(now_ns)
-        if self._early and self._exporter() is not None:
-            early, self._early = self._early, {}
-            for number, hello in early.items():
-                with guard(number):
-                    self._hello(number, hello)
+        while self._early and self._transfers.has_room and self._exporter() is not None:
+            number = next(iter(self._early))
+            hello = self._early.pop(number)
+            with guard(number):
+                self._hello(number, hello)
         for peer in [peer for peer in self._peers.values() if peer.jobs]:
             with guard(peer.number):
                 self._tick_peer(peer, now_ns)

@@ -580,7 +580,7 @@ class PeerAgents:
     """
 
     def __init__(self, exporter: supervisor.Exporter) -> None:
-        """exporter: learns of each peer, and names all of them to each process it starts."""
+        """exporter: learns of each peer, and forgets them all when its process ends."""
         self._exporter = exporter
         self._named: dict[int, list[str]] = {}  # by connection; the first is its exporter
         self._users: dict[str, set[int]] = {}  # their connections; longest unused first
@@ -617,6 +617,12 @@ class PeerAgents:
     def metadata(self, agent: str) -> bytes:
         """Return how to reach an agent; empty for an unknown one."""
         return self._metadata.get(agent, b"")
+
+    def clear(self) -> None:
+        """Forget all: our exporter has ended, and peers say Hello to the next one."""
+        self._named.clear()
+        self._users.clear()
+        self._metadata.clear()
 
     def leave(self, connection: int) -> None:
         """Drop a connection that has ended."""

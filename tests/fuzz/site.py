@@ -168,6 +168,7 @@ class Mover(Moves):
         self.restarts += 1
         self._events += [work() for _, work in self._later]
         self._later.clear()
+        self.known.clear()
         del self._net.movers[self.agent]
         self._events.append(Down("test"))
         self._start()

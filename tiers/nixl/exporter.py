@@ -143,7 +143,7 @@ class TransferLoop:
     def __init__(
         self,
         agent: Agent,
-        send: Callable[[m.Ended | m.Mapped | m.Wrong], None],
+        send: Callable[[m.Ended | m.Mapped | m.Meets | m.Wrong], None],
         clock: Callable[[], float],
     ) -> None:
         """send: where results go. clock: seconds; NIXL takes time in the midst of a step."""
@@ -255,8 +255,12 @@ class TransferLoop:
 
     def _knows(self, peer: _Peer) -> None:
         """Pass a peer's metadata to NIXL."""
+        self._send(m.Meets(peer.name))
         try:
-            name = self._agent.add_peer(peer.metadata or b"")
+            try:
+                name = self._agent.add_peer(peer.metadata or b"")
+            finally:
+                self._send(m.Meets())
             if name != peer.name:
                 if name not in self._peers:
                     self._agent.remove_peer(name)
@@ -499,11 +503,16 @@ class Server:
     def _tell(self, message: Message) -> None:
         self._changed |= isinstance(message, m.Mapped)
         self._answers += encode(message)
+        if isinstance(message, m.Meets):
+            self._send_answers()  # later it may not be there any more
 
     def _flush(self) -> None:
         if self._changed:
             self._changed = False
             self._tell(m.Ready(self._agent.name, self._agent.metadata()))
+        self._send_answers()
+
+    def _send_answers(self) -> None:
         if self._answers:
             self._store.sendall(self._answers)
             self._answers.clear()

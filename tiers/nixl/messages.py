@@ -6,6 +6,7 @@
       Map + fd --------------------------------> maps, registers
         <----------------------- Mapped, Ready   how to reach it now
       Peer ------------------------------------> how to reach a peer's exporter
+        <------------------------------- Meets   before NIXL reads that, and after
       Transfer, Fill --------------------------> moves
         <------------------------------- Ended
 
@@ -153,6 +154,12 @@ class Ended(Message, frozen=True):
     text: str = ""
 
 
+class Meets(Message, frozen=True):
+    """NIXL begins to read a peer's metadata, which can end the process; None: it has read that."""
+
+    peer: str | None = None
+
+
 class Wrong(Message, frozen=True):
     """A message could not be understood, and is skipped.
 
@@ -166,4 +173,4 @@ class Wrong(Message, frozen=True):
 
 
 ToExporter = Map | Peer | Transfer | Fill | Abandon | Ping
-ToStore = Ready | Mapped | Ended | Wrong | Ping
+ToStore = Ready | Mapped | Ended | Meets | Wrong | Ping

@@ -6,7 +6,8 @@ down --poll(), after a pause--> starting --Ready--> up
   +-----------its end------------ ending <-----------+
 
 When a process has ended, each of its transfers ends with an error: not earlier, since it could
-still write until then. The next process gets the same extents and peers.
+still write until then. The next process gets the same extents, and no peers: they come by
+themselves. Metadata that a process ended with pauses, so that others get on.
 
 Peers can overwrite its memory, so it may send anything; an impossible message ends it.
 """
@@ -14,6 +15,7 @@ Peers can overwrite its memory, so it may send anything; an impossible message e
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import os
@@ -42,6 +44,9 @@ _PAUSE_MIN_NS = 100_000_000
 _PAUSE_MAX_NS = 10_000_000_000
 _STEADY_NS = 30_000_000_000  # after a life this long it starts again without a pause
 _GRACE_NS = 1_000_000_000  # for transfers that can end at once when they are abandoned
+_HOLD_MIN_NS = 10_000_000_000  # of metadata that a process has ended with; then twice as long
+_HOLD_MAX_NS = 3600_000_000_000
+_HELD_MAX = 256  # pieces of such metadata that are remembered
 _ASK_NS = 2_000_000_000  # without a message, then a Ping
 SILENT_NS = 10_000_000_000  # without a message, then it is killed
 _WRONG_MAX = 100  # of one process
@@ -213,6 +218,42 @@ class _Extent(msgspec.Struct):
     leaving: bool = False
 
 
+class _Introductions:
+    """Which peers a process knows, and metadata that processes have ended with."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, bytes] = {}  # peers, and a hash of their metadata
+        self.waiting: dict[str, bytes] = {}  # peers whose metadata pauses
+        self.meets: str | None = None  # the peer whose metadata is being read
+        self._held: dict[bytes, tuple[int, int]] = {}  # by its hash: for how long, until when
+
+    def add(self, peer: str, metadata: bytes, now_ns: int) -> bool:
+        """Tell whether a peer's metadata may be read now; else the peer waits."""
+        found = hashlib.sha256(metadata).digest()
+        _, until_ns = self._held.get(found, (0, 0))
+        if now_ns < until_ns:
+            self.waiting[peer] = metadata
+            return False
+        self.waiting.pop(peer, None)
+        self.known[peer] = found
+        return True
+
+    def end(self, now_ns: int) -> None:
+        """Forget the peers of a process that has ended; the one that it was meeting pauses."""
+        found = None if self.meets is None else self.known.get(self.meets)
+        if found is not None:
+            pause_ns = 2 * self._held.pop(found, (0, 0))[0]
+            pause_ns = min(max(_HOLD_MIN_NS, pause_ns), _HOLD_MAX_NS)
+            self._held[found] = pause_ns, now_ns + pause_ns
+            if len(self._held) > _HELD_MAX:
+                del self._held[next(iter(self._held))]
+            text = "the exporter has ended while it read how to reach %r: not for %.0f s again"
+            log.warning(text, self.meets, pause_ns / 1e9)
+        self.meets = None
+        self.known.clear()
+        self.waiting.clear()
+
+
 class _OpenTransfer(msgspec.Struct):
     bytes: int
     abandoned: bool = False
@@ -235,7 +276,7 @@ class Exporter:
         self._closed = False
         self._why = ""  # the process is being ended
         self._extents: dict[int, _Extent] = {}
-        self._peers: dict[str, bytes] = {}
+        self._peers = _Introductions()
         self._open: dict[int, _OpenTransfer] = {}
         self._events: list[Event] = []
         self._next_id = 1
@@ -318,14 +359,14 @@ class Exporter:
             self._gone(extent)
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
-        """Learn how to reach a peer now, in this process and the next."""
-        self._peers[peer] = metadata
-        if self._running:
+        """Learn how to reach a peer now, in this process."""
+        if self._running and self._peers.add(peer, metadata, self._looked_ns):
             self._send(m.Peer(peer, metadata))
 
     def remove_peer(self, peer: str) -> None:
         """Forget a peer; open transfers with it fail once nothing of them is under way."""
-        if self._peers.pop(peer, None) is not None and self._running:
+        self._peers.waiting.pop(peer, None)
+        if self._peers.known.pop(peer, None) is not None and self._running:
             self._send(m.Peer(peer, None))
 
     def start(self, move: m.Transfer | m.Fill) -> int:
@@ -333,6 +374,8 @@ class Exporter:
         number = self._next_id
         self._next_id += 1
         if self._running:
+            if move.peer in self._peers.waiting:
+                self.add_peer(move.peer, self._peers.waiting[move.peer])
             self._open[number] = _OpenTransfer(move.moved_bytes)
             self._send(msgspec.structs.replace(move, id=number))
         else:
@@ -414,8 +457,6 @@ class Exporter:
         self._silent_ns, self._looked_ns, self._asked = 0, now_ns, False
         for extent in self._extents:
             self._send_extent(extent)
-        for peer, metadata in self._peers.items():
-            self._send(m.Peer(peer, metadata))
 
     def _pause(self, now_ns: int) -> None:
         """Set when to start again."""
@@ -468,6 +509,7 @@ class Exporter:
         return heard
 
     def _on(self, message: Message) -> None:
+        """Act on a message; a Ping needs nothing more, since any message shows that it works."""
         match message:
             case m.Ended():
                 self._on_ended(message)
@@ -477,8 +519,8 @@ class Exporter:
                 self._events.append(message)
             case m.Mapped():
                 self._on_extent(message)
-            case m.Ping():
-                pass  # any message shows that it works
+            case m.Meets(peer):
+                self._peers.meets = peer
             case m.Wrong(text, last=True):
                 self._why = text
             case m.Wrong(text, None):
@@ -517,6 +559,7 @@ class Exporter:
             log.warning("the exporter is down: %s", reason)
         child.close()
         self._child, self._state = None, "down"
+        self._peers.end(self._looked_ns)
         for number in list(self._open):
             self._on_ended(m.Ended(number, 0, 0.0, "failed", f"the exporter is down: {reason}"))
         for extent in [number for number, found in self._extents.items() if found.leaving]:
