@@ -127,6 +127,22 @@ def test_an_extent_that_could_not_be_mapped_is_gone_when_it_is_to_be_unmapped(
     assert mover.poll(2) == [Unmapped(7)]
 
 
+def test_B15_landing_memory_that_could_not_be_mapped_is_mapped_some_time_later(
+    mover: Transfers, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nothing is fetched for its model any more."""
+    monkeypatch.setattr(transfers, "MAP_AGAIN_NS", 100_000_000)
+    exporter.fails = True
+    landing = mover.landing("a", SLOT)
+    until(mover, lambda: landing.open() or mover._unmappable)  # type: ignore[func-returns-value]
+    exporter.fails = False
+    landing.open()
+    assert not exporter.mapped, "not at once"
+    until(mover, lambda: landing.take(1))
+    assert list(exporter.mapped) == [landing.extent]
+    assert not mover._unmappable
+
+
 def test_B20_a_transfer_is_abandoned_when_none_of_its_blocks_is_wanted(
     mover: Transfers, exporter: Exporter
 ) -> None:

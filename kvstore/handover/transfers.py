@@ -39,6 +39,7 @@ LANDING_FIRST = 1 << 30  # number of the first landing extent; extents of slots 
 REGIONS_MAX = 1 << 16  # of all peers
 LANDINGS_MAX = 8  # namespaces that have landing slots at one time
 RETRY_NS = 1_000_000_000  # between two attempts to allocate landing slots
+MAP_AGAIN_NS = 10_000_000_000  # between two attempts to have the exporter map them
 THREADS = 2
 BATCH_BYTES_MIN, BATCH_BYTES_MAX = 4 << 20, 32 << 20
 BATCHES = 4  # of a prompt: the first is checked while the next is read
@@ -179,7 +180,7 @@ class Landing:
         self.base = 0  # its address in the exporter; 0: not mapped yet
         self.metadata = b""
         self.used_ns = 0
-        self.retry_ns: int | None = 0  # when to allocate; None: allocated, or under way
+        self.retry_ns: int | None = 0  # when to allocate or map; None: done, or under way
         self._want = want
         self._free: array[int] = array(U32)
 
@@ -385,6 +386,9 @@ class Transfers:
             case nixl.Mapped(extent, text=text):
                 log.error("peers cannot reach extent %d: %s", extent, text)
                 self._unmappable.add(extent)
+                for landing in self._landings.values():
+                    if landing.memory is not None and landing.extent == extent:
+                        landing.retry_ns = self._now_ns + MAP_AGAIN_NS
             case nixl.Ended(number, moved, _, error):
                 return [self._ended(number, moved, error)]
             case supervisor.Down():
@@ -527,8 +531,12 @@ class Transfers:
         landing.used_ns = self._now_ns
         if landing.retry_ns is None or self._now_ns < landing.retry_ns:
             return
+        if landing.memory is not None:
+            self._unmappable.discard(landing.extent)
+            self._map(landing, landing.memory)
+            return
         landing.retry_ns = self._now_ns + RETRY_NS
-        there = [found for found in self._landings.values() if found.retry_ns is None]
+        there = [each for each in self._landings.values() if each.memory or each.retry_ns is None]
         if len(there) + len(self._leaving) >= LANDINGS_MAX:
             idle = [found for found in there if found.memory is not None and not found.used]
             if idle and not self._leaving:
@@ -548,7 +556,12 @@ class Transfers:
             return
         number, self._next_landing = self._next_landing, self._next_landing + 1
         landing.made(number, memory)
-        self.exporter.map(number, memory.fd, memory.count * memory.slot_bytes, writable=True)
+        self._map(landing, memory)
+
+    def _map(self, landing: Landing, memory: CpuExtent) -> None:
+        landing.retry_ns = None
+        size = memory.count * memory.slot_bytes
+        self.exporter.map(landing.extent, memory.fd, size, writable=True)
 
     def _reclaim(self, landing: Landing) -> None:
         """Free the memory of a landing that is not used, for another namespace's."""
