@@ -37,8 +37,8 @@ REQUEST = (
 )  # fmt: skip
 CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (SchedulerOutput, (
-        "kv_cache_block_copies", "kv_connector_block_state", "num_scheduled_tokens",
-        "preempted_req_ids", "scheduled_cached_reqs", "scheduled_new_reqs",
+        "kv_cache_block_copies", "kv_connector_block_state", "new_block_ids_to_zero",
+        "num_scheduled_tokens", "preempted_req_ids", "scheduled_cached_reqs", "scheduled_new_reqs",
     )),
     (KVConnectorBlockState, ("boundary_state_offloads",)),
     (NewRequestData, ("block_ids", "num_computed_tokens")),

@@ -306,6 +306,8 @@ class SchedulerSide:
             for ids, tokens in zip(groups or (), sizes, strict=False):
                 written.extend(ids[computed // tokens :] if resumed else ids)
         written.extend(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+        # Some are of requests preempted in this very schedule, which are in none of the lists.
+        written.extend(output.new_block_ids_to_zero or ())
         return written
 
     def finish(

@@ -432,7 +432,10 @@ def step(**fields: object) -> Any:
         req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
     )
     empty = SimpleNamespace(
-        scheduled_new_reqs=[], scheduled_cached_reqs=cached, kv_cache_block_copies=None
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=cached,
+        kv_cache_block_copies=None,
+        new_block_ids_to_zero=None,
     )
     vars(empty).update(fields)
     return empty
@@ -462,8 +465,10 @@ def cached(ids: object, computed: int, *, resumed: bool) -> Any:
         ({"scheduled_cached_reqs": cached(None, 64, resumed=False)}, []),
         ({"scheduled_cached_reqs": cached(([1, 2, 3], [4, 5]), 32, resumed=True)}, [3, 5]),
         ({"kv_cache_block_copies": [SimpleNamespace(src_block_id=1, dst_block_id=9)]}, [9]),
+        # Blocks of a request that was preempted in the schedule that gave it them.
+        ({"new_block_ids_to_zero": [5, 6]}, [5, 6]),
     ],
-    ids=["nothing", "new", "new-in-part", "more-blocks", "no-block", "resumed", "copied"],
+    ids=["nothing", "new", "new-in-part", "more-blocks", "no-block", "resumed", "copied", "zeroed"],
 )
 def test_O13_blocks_that_get_new_content_are_named(
     make: Callable[..., Any], fields: dict[str, object], written: list[int]
