@@ -77,6 +77,7 @@ class WorkerHalf:
         )
         self._device = device_of(caches) if device is None else device
         self._copies = Copies(self._device, geometry.blocks_per_chunk, transfers)
+        self._due: Sequence[StoreJob] = ()  # stores of this step that are not queued yet
         self._stores_over: set[int] = set()
         self._bad_blocks: set[int] = set()  # of the engine, that a load in this step did not fill
         self._loaded_bytes, self._loaded_s = 0, 0.0
@@ -87,7 +88,13 @@ class WorkerHalf:
     # The engine's step
 
     def before_step(self, meta: StepMeta) -> None:
-        """First call of every step: nothing below may overwrite what is still being read."""
+        """First call of every step: nothing below may overwrite what is still being read.
+
+        An engine may leave after_forward out: vLLM's model runner V1 does with speculative
+        decoding, on all pipeline stages but the last. Those stores are queued here.
+        """
+        self._submit_stores(self._due)
+        self._due = meta.stores
         self._submit_stores(meta.early)
         wanted = [t for n in meta.flush if (t := self._copies.stores_open.get(n)) is not None]
         if wanted:
@@ -128,6 +135,7 @@ class WorkerHalf:
     def after_forward(self, meta: StepMeta) -> None:
         """Queue the stores whose sources this step has just computed."""
         self._submit_stores(meta.stores)
+        self._due = ()
 
     def _submit_stores(self, jobs: Sequence[StoreJob]) -> None:
         if jobs:

@@ -263,6 +263,26 @@ def test_O13_what_is_flushed_is_over_before_the_step(rig: Rig) -> None:
     assert all(rank.holds(4 + block, block) for block in (1, 2, 3, 4))
 
 
+def test_O23_stores_of_a_step_whose_end_was_left_out_begin_with_the_next(rig: Rig) -> None:
+    """vLLM does on all pipeline stages but the last, with speculative decoding."""
+    (rank,) = rig.ranks
+    first, second = hashes(1), hashes(1, "second")
+    rank.fill(1)
+    left = rig.store_job(first, [1])
+    rank.half.before_step(StepMeta(stores=(left,)))
+    told = StepMeta(stores=(rig.store_job(second, [2]),), flush=(left.job_id,))
+    rank.half.before_step(told)
+    rank.storage.fill_(POISON)  # the next owner's forward
+    rank.half.after_forward(told)
+    rank.half.before_step(StepMeta())
+    rank.half._copies.runner.drain()
+    rig.collect()
+    assert [job for _, job in rig.over] == [left.job_id, told.stores[0].job_id], "each once"
+    eventually(lambda: heard(rig.client) and make_key(first[0], 0) in rig.client.known)
+    assert rig.load(rig.load_job("r", rig.ask(first), [5])) == [False]
+    assert rank.holds(5, 1)
+
+
 def test_O14_each_job_is_reported_once(rig: Rig) -> None:
     chain = hashes(2)
     job = rig.put(chain, [1, 2])
