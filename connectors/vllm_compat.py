@@ -29,6 +29,7 @@ NO_CONTEXT = (
     "expected one of them on: vLLM switches both off where a model cannot continue from loaded KV,"
     " such as MLA on a CPU"
 )
+ASLEEP = "an engine that falls asleep unmaps memory that copies still read"
 HASH_ALGORITHMS = ("sha256", "sha256_cbor")
 
 
@@ -45,6 +46,10 @@ def check_supported(config: Any) -> None:
         (
             config.model_config.is_encoder_decoder,
             "an encoder-decoder model, served are decoder-only models",
+        ),
+        (
+            config.model_config.enable_sleep_mode,
+            f"enable_sleep_mode {config.model_config.enable_sleep_mode}, expected False: {ASLEEP}",
         ),
         (
             transfer.kv_role != "kv_both",

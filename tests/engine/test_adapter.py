@@ -51,7 +51,7 @@ def config(**changes: object) -> Any:
     """What the connector reads of an engine that is served; changes: by dotted name."""
     made = SimpleNamespace(
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", enable_prefix_caching=True),
-        model_config=SimpleNamespace(is_encoder_decoder=False),
+        model_config=SimpleNamespace(is_encoder_decoder=False, enable_sleep_mode=False),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True, async_scheduling=True),
         max_concurrent_batches=2,
         use_v2_model_runner=False,
@@ -549,6 +549,7 @@ def test_S2_an_engine_whose_id_no_message_can_hold_is_refused(make: Callable[...
     ("changes", "told"),
     [
         ({"model_config__is_encoder_decoder": True}, "an encoder-decoder model, served are"),
+        ({"model_config__enable_sleep_mode": True}, "enable_sleep_mode True, expected False"),
         ({"kv_transfer_config__kv_role": "kv_producer"}, "'kv_producer', expected 'kv_both'"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "'xxhash', expected one of"),
         ({"parallel_config__nnodes": 2}, "an engine on several nodes, expected one node"),
