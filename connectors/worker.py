@@ -199,6 +199,7 @@ class WorkerHalf:
     def _serve(self, link: Link, welcome: p.Welcome) -> None:
         """Serve a session until it ends. Raises TierError for memory that copies cannot use."""
         copies, session, fault = self._copies, None, ""
+        self._device.enter_thread()
         try:
             if welcome.layout is None:
                 raise TierError("the store's welcome has no layout")
@@ -207,7 +208,7 @@ class WorkerHalf:
                 self._open_direct(copies.direct, welcome.layout, welcome.devices, session)
             copies.session = session
             while not self._attacher.stop.is_set() and self._handle(session, link.receive(_READ_S)):
-                pass
+                self._device.enter_thread()
         except LinkLost as exc:
             log.debug("kvstore: %s", exc)  # the scheduler half warns of it
         except KVStoreError as exc:

@@ -121,6 +121,7 @@ class Copies:
         self.loads_open: set[str] = set()
         self.runner: Runner[Task, Outcome] = Runner("kvstore-copy", self._copy, self._raised)
         self._device = device
+        self._entered = False  # the copy thread is ready for the device
         self._blocks_per_chunk = blocks_per_chunk
         self._idle_loads: set[str] = set()  # open loads that wait and copy nothing
         self._writes_open: set[int] = set()  # to peers
@@ -153,6 +154,9 @@ class Copies:
 
     def _copy(self, task: Task) -> Outcome | Nothing | None:
         """Start or continue a task; None while it is under way."""
+        if not self._entered:
+            self._entered = True
+            self._device.enter_thread()
         if isinstance(task, WriteTask):
             return self._write(task)
         outcome: Outcome | None = Outcome(task, ok=False)  # if an error gets past what follows

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from connectors.copies.gpu import cuda
+from connectors.copies.gpu.device import CudaDevice
 from kvstore.core.errors import NotSupported, TierIOError
 from tests.harness.compiled import library
 
@@ -80,6 +81,21 @@ def test_an_event_is_reached_not_yet_or_failed(
         made.reached(event)
     with pytest.raises(TierIOError, match="GPU 3: cuEventRecord answered 700"):
         made.record(event, stream)
+
+
+def test_a_thread_that_may_call_while_another_captures_says_so_to_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, driver = on_stub(tmp_path, monkeypatch, 3)
+    made.relax_capture()
+    assert ctypes.c_int.in_dll(driver, "last_mode").value == 2, "CU_STREAM_CAPTURE_MODE_RELAXED"
+    ctypes.c_int.in_dll(driver, "answer").value = 1
+    with pytest.raises(TierIOError, match="cuThreadExchangeStreamCaptureMode answered 1"):
+        made.relax_capture()
+    device = CudaDevice.__new__(CudaDevice)
+    device._cuda = made
+    device.enter_thread()
+    assert "may fail to capture CUDA graphs: GPU 3" in caplog.text
 
 
 def test_what_cuda_refuses_has_its_words_and_the_gpu() -> None:

@@ -6,6 +6,7 @@ worker half does while a copy is under way.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -260,6 +261,25 @@ def test_O23_the_connection_closes_after_the_last_copy_has_ended_on_the_device(
     assert gpu.rig.ended == [(0, "r", True)], "its lease went with the session"
     eventually(lambda: "engine" not in sessions or not sessions["engine"].granted)
     eventually(lambda: not gpu.cuda.pinned_ranges or gpu.half._copies.session)
+
+
+def test_a_graph_that_the_engine_captures_is_not_spoiled(store: LiveStore) -> None:
+    """It captures as it starts, which is when a worker attaches, and pins memory."""
+    cudas: list[FakeCuda] = []
+
+    def make(caches: dict[str, LayerCache]) -> Device:
+        cudas.append(cuda := FakeCuda([next(iter(caches.values())).storage]))
+        device = CudaDevice(caches, lambda: cuda, CHOICES["kernel"])
+        cuda.capturing = True
+        return device
+
+    rig = Rig(store.path, device=make)
+    rig.attach()
+    rig.put(hashes(1), [1])
+    assert rig.load(rig.load_job("r", rig.ask(hashes(1)), [10])) == [False]
+    rig.close()
+    assert cudas[0].faults == []
+    assert threading.get_ident() not in cudas[0].relaxed, "the engine's own thread captures"
 
 
 def test_O17_shutdown_finishes_copies_and_unregisters_memory(store: LiveStore) -> None:

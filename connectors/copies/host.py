@@ -206,11 +206,15 @@ class Device:
     copy thread    copier.copy(moves, after=mark) -> Copying ---- over()?
     copy thread    passed(mark)? ... for what the device does not move itself
     step thread    fence(copies) ---- what the engine computes from here on waits for them
+    link, copy     enter_thread() ---- first of all
     link thread    pin(extent) ... unpin(extent) ---- slot memory comes and goes
 
     What a device does not define itself suits host memory: the engine has computed a step, and a
     copy has ended, when the call returns.
     """
+
+    def enter_thread(self) -> None:
+        """Make the calling thread ready, which is never the engine's; safe to call twice."""
 
     def copier(self, layout: RankLayout) -> Copier:
         """Plan copies after a store's layout. Raises TierError for a layer that is not there."""

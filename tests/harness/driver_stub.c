@@ -18,6 +18,7 @@ CUevent last_event;
 int answer;
 int last_order;
 unsigned last_flags;
+int last_mode;
 
 int cuMemcpyBatchAsync_v2(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, size_t count,
                           CUmemcpyAttributes *attrs, size_t *attrsIdxs, size_t numAttrs,
@@ -44,5 +45,13 @@ int cuEventRecord(CUevent hEvent, CUstream hStream)
 int cuEventQuery(CUevent hEvent)
 {
     last_event = hEvent;
+    return answer;
+}
+
+int cuThreadExchangeStreamCaptureMode(int *mode)
+{
+    int before = last_mode;
+    last_mode = *mode;
+    *mode = before;
     return answer;
 }

@@ -87,6 +87,8 @@ class FakeCuda:
         self._events: dict[int, Record | None] = {}
         self._next = 100
         self.closed = False
+        self.capturing = False  # the engine captures a graph
+        self.relaxed: set[int] = set()  # threads
 
     # What tests do
 
@@ -121,7 +123,15 @@ class FakeCuda:
             self._streams[stream].popleft()
         return True
 
+    def _unsafe(self, call: str) -> None:
+        """Calls that CUDA forbids while a graph is captured, to threads that are not relaxed."""
+        if self.capturing and threading.get_ident() not in self.relaxed:
+            self.faults.append(f"{call} spoiled a graph that was being captured")
+
     # Cuda
+
+    def relax_capture(self) -> None:
+        self.relaxed.add(threading.get_ident())
 
     def bus_id(self) -> str:
         return "0000:AB:00.0"
@@ -165,6 +175,7 @@ class FakeCuda:
                 self._streams[stream].append(Op(list, lambda: record.done))
 
     def reached(self, event: int) -> bool:
+        self._unsafe("reached")
         with self._lock:
             self.asked += 1
             for _ in range(self.rng.randint(0, self.pace)):
@@ -219,6 +230,7 @@ class FakeCuda:
             return address
 
     def memory(self, size: int) -> int:
+        self._unsafe("memory")
         with self._lock:
             made = np.full(size, 0xA5, np.uint8)
             self._kept.append(made)
@@ -226,6 +238,7 @@ class FakeCuda:
             return int(made.ctypes.data)
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
+        self._unsafe("pinned")
         with self._lock:
             made = np.full(size, 0xA5, np.uint8)
             self._kept.append(made)
@@ -233,11 +246,13 @@ class FakeCuda:
             return made
 
     def pin(self, address: int, size: int) -> None:
+        self._unsafe("pin")
         with self._lock:
             self._refuses("pin")
             self.pinned_ranges[address] = size
 
     def unpin(self, address: int) -> None:
+        self._unsafe("unpin")
         with self._lock:
             if self.moving:
                 self.faults.append("memory was unregistered while copies were queued")

@@ -33,6 +33,7 @@ _LOWEST_PRIORITY = 0
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BESIDE_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _DRIVER = "libcuda.so.1"
 _BATCH = "cuMemcpyBatchAsync_v2"
 
@@ -50,6 +51,13 @@ class Launch(msgspec.Struct, frozen=True):
 
 class Cuda(Protocol):
     """CUDA as the copier sees it; streams and events are numbers. Callable from any thread."""
+
+    def relax_capture(self) -> None:
+        """Let the calling thread make any call while another one captures a CUDA graph.
+
+        Without, memory that is made or pinned meanwhile spoils the graph.
+        """
+        ...
 
     def bus_id(self) -> str:
         """Return where on the PCI bus the GPU is, as 0000:65:00.0."""
@@ -146,7 +154,7 @@ class _Stream(msgspec.Struct, frozen=True):
 
 
 class CupyCuda:
-    """CUDA by way of cupy, and of the driver for the one call that cupy has not."""
+    """CUDA by way of cupy, and of the driver for the calls that cupy has not."""
 
     def __init__(self, index: int) -> None:
         """index: of the GPU. Raises NotSupported if cupy is missing or CUDA too old."""
@@ -202,6 +210,15 @@ class CupyCuda:
             return what(*arguments)
         except self._runtime.CUDARuntimeError as exc:
             raise TierIOError(f"GPU {self._index}: {exc}") from exc
+
+    def relax_capture(self) -> None:
+        """Tell the driver, which keeps it for the thread."""
+        self._use()
+        code = self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+        if code:
+            raise TierIOError(
+                f"GPU {self._index}: cuThreadExchangeStreamCaptureMode answered {code}"
+            )
 
     def bus_id(self) -> str:
         """Ask."""

@@ -21,6 +21,7 @@ is queued on the compute stream behind the fence.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -36,8 +37,10 @@ from connectors.copies.gpu.pins import Pins
 from connectors.copies.gpu.plan import GroupPlan, Words, batches_of, places_of, plans
 from connectors.copies.host import Copying, Device, LayerCache, MappedExtent, SlotMap
 from connectors.step_meta import Moves
-from kvstore.core.errors import TierError
+from kvstore.core.errors import TierError, TierIOError
 from kvstore.core.layout import RankLayout
+
+log = logging.getLogger(__name__)
 
 JOBS_MAX = 1024  # of one direction that are told apart
 MARKS = 256
@@ -227,6 +230,17 @@ class CudaDevice(Device):
         self._pins = Pins(self._cuda)
         self._closing = threading.Lock()
         self._closed = False
+
+    def enter_thread(self) -> None:
+        """Keep the calling thread from spoiling CUDA graphs, which engines capture as they start.
+
+        Engines capture in CUDA's mode "global": a call that makes or pins memory, by whichever
+        thread, ends that with an error, unless the thread has said that it knows.
+        """
+        try:
+            self._cuda.relax_capture()
+        except TierIOError as exc:
+            log.warning("kvstore: the engine may fail to capture CUDA graphs: %s", exc)
 
     def copier(self, layout: RankLayout) -> GpuCopier:
         """Plan copies after a store's layout, and measure once which engine is fast at what.
