@@ -381,6 +381,28 @@ def test_memory_that_cannot_be_registered_is_explained_and_nothing_of_it_is_kept
     assert cuda.pinned_ranges == {}
 
 
+def test_what_cuda_does_not_let_go_of_stays_known_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("connectors.copies.gpu.pins.PIECE_BYTES", 1)
+    cuda, extent = FakeCuda([]), extent_of(3, 12288)
+    pins = Pins(cuda)
+    pins.pin(extent, lambda: False)
+    cuda.refuse["unpin"] = 1
+    pins.unpin(extent)
+    assert len(cuda.pinned_ranges) == 2
+    assert pins.bytes == 2 * 12288
+    assert "stay pinned: GPU 0: the fake refuses this unpin" in caplog.text
+    with pytest.raises(TierError, match="registered already"):
+        pins.pin(extent, lambda: False)  # another one that is mapped there
+    cuda.refuse.clear()
+    pins.pin(extent, lambda: False)
+    assert pins.bytes == 3 * 12288
+    pins.unpin(extent)
+    assert cuda.pinned_ranges == {}
+    assert pins.bytes == 0
+
+
 def test_pinning_stops_when_the_worker_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("connectors.copies.gpu.pins.PIECE_BYTES", 1)
     cuda, asked = FakeCuda([]), threading.Event()

@@ -75,7 +75,7 @@ class FakeCuda:
         self.faults: list[str] = []
         self.held: set[int] = set()
         self.pace = 3  # pieces run when somebody asks for an event
-        self.refuse: dict[str, int] = {}  # launch, copy, wait, pin: calls until one is refused
+        self.refuse: dict[str, int] = {}  # launch, copy, wait, (un)pin: calls until refused
         self.calls: Counter[str] = Counter()
         self.asked = 0
         self._lock = threading.RLock()
@@ -249,11 +249,14 @@ class FakeCuda:
         self._unsafe("pin")
         with self._lock:
             self._refuses("pin")
+            if address in self.pinned_ranges:
+                raise TierIOError("GPU 0: the fake has this memory registered already")
             self.pinned_ranges[address] = size
 
     def unpin(self, address: int) -> None:
         self._unsafe("unpin")
         with self._lock:
+            self._refuses("unpin")
             if self.moving:
                 self.faults.append("memory was unregistered while copies were queued")
             del self.pinned_ranges[address]

@@ -46,8 +46,8 @@ class Pins:
 
         Raises TierError, saying what may be the reason, and when stopped() between two pieces.
         """
-        pieces: list[tuple[int, int]] = []
-        self._pieces[extent.address] = pieces
+        self.unpin(extent)  # what CUDA would not let go of at this address
+        pieces = self._pieces.setdefault(extent.address, [])
         try:
             for address, size in pieces_of(extent):
                 if stopped():
@@ -99,9 +99,24 @@ class Pins:
             )
 
     def unpin(self, extent: MappedExtent) -> None:
-        """Let go of an extent that no copy uses; of what is not registered, too."""
-        for address, _ in self._pieces.pop(extent.address, []):
-            self._cuda.unpin(address)
+        """Let go of an extent that no copy uses; of what is not registered, too.
+
+        What CUDA refuses to let go of stays known, and is tried again with the next call.
+        """
+        left, refused = [], None
+        for address, size in self._pieces.pop(extent.address, []):
+            try:
+                self._cuda.unpin(address)
+            except TierIOError as exc:
+                left.append((address, size))
+                refused = exc
+        if refused is not None:
+            self._pieces[extent.address] = left
+            log.error(
+                "kvstore: %d MiB of slot memory stay pinned: %s",
+                sum(size for _, size in left) >> 20,
+                refused,
+            )
 
 
 def _node_of(cuda: Cuda) -> int | None:
