@@ -219,9 +219,9 @@ class WorkerHalf:
             if copies.direct is not None:
                 copies.direct.end_session()
             copies.runner.drain()
+            link.close(fault)  # the store need not wait while a large tier is unpinned
             for extent in () if session is None else session.slots.clear():
                 self._device.unpin(extent)
-            link.close(fault)
 
     def _open_direct(
         self, direct: DirectTransfers, layout: RankLayout, devices: str, session: Session

@@ -263,6 +263,24 @@ def test_O23_the_connection_closes_after_the_last_copy_has_ended_on_the_device(
     eventually(lambda: not gpu.cuda.pinned_ranges or gpu.half._copies.session)
 
 
+def test_O17_the_store_hears_a_goodbye_before_memory_is_unregistered(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes a moment for each GiB, and an engine that ends may be killed meanwhile."""
+    gpu = start()
+    session, unpin, closed = gpu.half._copies.session, gpu.cuda.unpin, []
+    assert session is not None
+
+    def seen(address: int) -> None:
+        closed.append(session.link.fileno() < 0)
+        unpin(address)
+
+    monkeypatch.setattr(gpu.cuda, "unpin", seen)
+    gpu.close()
+    assert closed
+    assert all(closed)
+
+
 def test_a_graph_that_the_engine_captures_is_not_spoiled(store: LiveStore) -> None:
     """It captures as it starts, which is when a worker attaches, and pins memory."""
     cudas: list[FakeCuda] = []
