@@ -19,7 +19,6 @@ from connectors.step_meta import SLOT, LoadJob, Moves, pieces
 from kvstore.core.errors import TierError
 from kvstore.wire import engine as p
 
-COPY_BLOCKS_MAX = 256  # in one call: a store behind it, which a step may wait for, has its turn
 ASK_NS = 250_000_000  # a load that waits tells the store so as often as this, or more often
 
 Copy = Callable[[Moves], Copying]
@@ -139,10 +138,7 @@ class SlotLoad:
             end = self._ready + int(waiting[0]) if waiting.size else len(self._slots)
             if end > self._ready:
                 first = self._ends[self._ready - 1] if self._ready else 0
-                last = min(end, self._ready + COPY_BLOCKS_MAX)
-                self._under_way = last, copy(self._moves[first : self._ends[last - 1]])
-                if last < end:
-                    return False
+                self._under_way = end, copy(self._moves[first : self._ends[end - 1]])
             elif end < len(self._slots) and self._deadline.has_expired(now_ns):
                 self.late = int(waiting.size)
                 return True

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from connectors.copies.host import Copying
-from connectors.load_progress import COPY_BLOCKS_MAX, LoadDeadline, SlotLoad
+from connectors.load_progress import LoadDeadline, SlotLoad
 from connectors.step_meta import SLOT, EngineSpec, LoadJob, Moves
 
 LEASED = 7
@@ -43,23 +43,6 @@ def test_what_is_ready_is_copied_in_one_call() -> None:
     assert work.advance(memory.copy, memory.now, 0)
     assert work.ok
     assert memory.calls == [[3, 3, 1, 1, 2, 2]]
-
-
-def test_what_is_ready_is_copied_in_parts_so_that_other_copies_have_their_turn() -> None:
-    """A step that waits for a store to be queued waited 65 ms behind a load of 4 GiB."""
-    slots = 2 * COPY_BLOCKS_MAX + 1
-    memory = Memory(slots, LEASED)
-    work = load(range(slots), per=2)
-    assert not work.advance(memory.copy, memory.now, 0)
-    assert work.copying
-    assert not work.advance(memory.copy, memory.now, 0)
-    assert work.advance(memory.copy, memory.now, 0)
-    parts = [2 * COPY_BLOCKS_MAX] * 2 + [2]
-    assert [len(moves) for moves in memory.calls] == parts
-    copied = [slot for moves in memory.calls for slot in moves]
-    assert copied == [slot for slot in range(slots) for _ in range(2)]
-    assert work.copied_bytes == 2 * slots
-    assert work.ok
 
 
 def test_blocks_are_copied_as_their_slots_become_ready_each_once() -> None:
