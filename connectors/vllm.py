@@ -117,7 +117,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
-        """Refuse sleep mode (asked by 0.33): it moves the tensors that copies are planned for."""
+        """Say no (asked by 0.33): it moves the tensors that copies are planned for."""
         return False
 
     @classmethod

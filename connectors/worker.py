@@ -208,7 +208,7 @@ class WorkerHalf:
                 self._open_direct(copies.direct, welcome.layout, welcome.devices, session)
             copies.session = session
             while not self._attacher.stop.is_set() and self._handle(session, link.receive(_READ_S)):
-                self._device.enter_thread()
+                pass
         except LinkLost as exc:
             log.debug("kvstore: %s", exc)  # the scheduler half warns of it
         except KVStoreError as exc:

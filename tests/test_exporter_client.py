@@ -305,6 +305,7 @@ def test_S2_who_ends_the_exporter_pauses_and_others_come_again_at_once(
     exporter._looked_ns += 60_000_000_000  # it is over
     exporter.start(move("bad"))
     assert met() == {"good", "bad"}, "it is met once it is needed"
+    wait(side, lambda: len(side.of(Wrong)) == 4)  # each of them twice
     ended_by("bad")
     assert pause_s() == 120
 
