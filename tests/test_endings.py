@@ -25,6 +25,9 @@ engine.put([b"a" * 32])
 sys.stdin.readline()
 if sys.argv[2] == "goodbye":
     engine.worker.send(p.Detach(""))
+elif sys.argv[2] == "turned away":
+    engine.worker.sock.sendall(b"no message" * 9)
+    engine.worker.read_to_end()
 engine.scheduler.close()
 engine.worker.close()
 sys.stdin.read()
@@ -48,9 +51,12 @@ def dying(store: LiveStore, how: str = "killed") -> Iterator[subprocess.Popen[by
         process.kill()
 
 
-def test_O23_slots_of_a_killed_worker_are_free_when_its_process_has_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["killed", "turned away"])
+def test_O23_slots_of_a_killed_worker_are_free_when_its_process_has_ended(
+    tmp_path: Path, how: str
+) -> None:
     """Its GPU goes on writing for a moment: into blocks of others, if they had the slots."""
-    with LiveStore(store_settings(tmp_path)) as store, dying(store) as process:
+    with LiveStore(store_settings(tmp_path)) as store, dying(store, how) as process:
         sessions = store.server.store.sessions
         session = sessions["dying"]
         eventually(lambda: not session.workers)

@@ -55,7 +55,7 @@ class Sessions(dict[str, Session]):
         self._lives = RateLog(log, lines_max=LIVES_MAX)
         self.processes: dict[int, Process] = {}  # at the other end of connections
         self._by_connection: dict[int, Session] = {}
-        self._parted: set[int] = set()  # connections that said goodbye, or were turned away
+        self._parted: set[int] = set()  # connections that said goodbye
         self.endings = Endings()
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
 
@@ -202,7 +202,6 @@ class Sessions(dict[str, Session]):
     def turn_away(self, connection: int, reason: str, text: str) -> None:
         """End the session of a connection; refuse one that is in none, or whose session ends."""
         session = self._by_connection.get(connection)
-        self._parted.add(connection)
         if session is None or session.phase is Phase.ENDING:
             self._send(connection, p.Refused(text, retry=False), None)
         else:

@@ -205,16 +205,16 @@ class CupyCuda:
             )
 
     def _call(self, what: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - cupy's
-        self._use()
         try:
+            self._use()
             return what(*arguments)
         except self._runtime.CUDARuntimeError as exc:
             raise TierIOError(f"GPU {self._index}: {exc}") from exc
 
     def relax_capture(self) -> None:
         """Tell the driver, which keeps it for the thread."""
-        self._use()
-        code = self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+        exchange = self._driver.cuThreadExchangeStreamCaptureMode
+        code = self._call(exchange, ctypes.byref(ctypes.c_int(_RELAXED)))
         if code:
             raise TierIOError(
                 f"GPU {self._index}: cuThreadExchangeStreamCaptureMode answered {code}"

@@ -101,7 +101,7 @@ class Pins:
     def unpin(self, extent: MappedExtent) -> None:
         """Let go of an extent that no copy uses; of what is not registered, too.
 
-        What CUDA refuses to let go of stays known, and is tried again with the next call.
+        What CUDA refuses to let go of stays known, and is tried again when its address comes again.
         """
         left, refused = [], None
         for address, size in self._pieces.pop(extent.address, []):
