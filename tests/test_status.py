@@ -188,6 +188,7 @@ def test_Q45_what_is_wrong_is_named_with_what_to_do(
         with engine(store) as live:
             live.put(hashes(1))
             eventually(lambda: not admin.status(store.path).ready)
+            live.worker.close()  # without a goodbye
         eventually(lambda: len(admin.status(store.path).findings) == 2)
         next(admin.drain(store.path))
         assert cli.main(["status", "--store", store.path]) == 0
