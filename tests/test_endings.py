@@ -36,7 +36,7 @@ sys.stdin.read()
 
 @contextmanager
 def dying(store: LiveStore, how: str = "killed") -> Iterator[subprocess.Popen[bytes]]:
-    """An engine whose connections close when it is told to, and whose process lives on.
+    """Run an engine that closes its connections on a signal, and whose process lives on.
 
     So it is for a moment when the kernel ends a process, which closes its files one by one.
     """
@@ -79,8 +79,9 @@ def test_O23_a_process_that_does_not_end_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endings, "WAIT_S", 0.5)
-    with LiveStore(store_settings(tmp_path)) as store, dying(store):
+    with LiveStore(store_settings(tmp_path)) as store, dying(store) as process:
         eventually(lambda: "dying" not in store.server.store.sessions)
+        assert process.poll() is None, "it has not ended"
 
 
 def test_O23_a_store_ends_while_a_worker_ends(tmp_path: Path) -> None:

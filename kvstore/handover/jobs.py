@@ -274,7 +274,7 @@ class Job(Move):
         self.unwritten.extend(positions)
 
     def take_unwritten(self) -> Sequence[int]:
-        """Take blocks to write now: all, but of a direct push a few, and none if many are going."""
+        """Take blocks to write now: all; of a direct push a few, or none while many are going."""
         layout, count = self.source.layout, len(self.unwritten)
         if self.direct and count:
             writing = self.states.count(MOVING) - count

@@ -499,7 +499,7 @@ class Server:
     def _copy_down(self) -> None:
         """Copy what only memory has to the lower tiers, within a time budget.
 
-        A disk that fails meanwhile and comes back is given the blocks again that it did not take.
+        A disk that fails meanwhile and recovers gets the blocks that it did not take once more.
         """
         namespaces, drain = self.store.namespaces, self.store.drain
         self._await_disk()

@@ -234,8 +234,8 @@ class CudaDevice(Device):
     def enter_thread(self) -> None:
         """Keep the calling thread from spoiling CUDA graphs, which engines capture as they start.
 
-        Engines capture in CUDA's mode "global": a call that makes or pins memory, by whichever
-        thread, ends that with an error, unless the thread has said that it knows.
+        Engines capture in CUDA's mode "global": a call of any thread that makes or pins memory
+        ends the capture with an error, unless that thread has relaxed its own mode.
         """
         try:
             self._cuda.relax_capture()

@@ -46,7 +46,7 @@ class Pins:
 
         Raises TierError, saying what may be the reason, and when stopped() between two pieces.
         """
-        self.unpin(extent)  # what CUDA would not let go of at this address
+        self.unpin(extent)  # pieces at this address that CUDA refused to release before
         pieces = self._pieces.setdefault(extent.address, [])
         try:
             for address, size in pieces_of(extent):
@@ -101,7 +101,7 @@ class Pins:
     def unpin(self, extent: MappedExtent) -> None:
         """Let go of an extent that no copy uses; of what is not registered, too.
 
-        What CUDA refuses to let go of stays known, and is tried again when its address comes again.
+        Pieces that CUDA refuses to release stay known; pin() at the same address tries them again.
         """
         left, refused = [], None
         for address, size in self._pieces.pop(extent.address, []):
