@@ -36,14 +36,16 @@ from tests.bench.store import StoreProcess
 PAIRS = 5
 MODEL = "llama_s"
 TOKEN_BYTES = 2048
-SESSIONS, TURNS = 28, 4
+SESSIONS, TURNS = 35, 4
 NEW_TOKENS, OUTPUT_TOKENS = 480, 32
-SESSION_BYTES = TURNS * (NEW_TOKENS + OUTPUT_TOKENS) * TOKEN_BYTES
+SESSION_TOKENS = TURNS * (NEW_TOKENS + OUTPUT_TOKENS)
+SESSION_BYTES = SESSION_TOKENS * TOKEN_BYTES
 ALL_BYTES = SESSIONS * SESSION_BYTES
 ENGINE_BYTES = ALL_BYTES // 7
 ROOM_BYTES = ALL_BYTES * 5 // 4  # blocks of the round before leave as those of this one come
 LITTLE_BYTES = ALL_BYTES // 8
 PRESSED_BYTES = int(ALL_BYTES / 1.8)
+EXTENT = "extent = 4194304\n"  # in large extents less of the memory would be used
 SEED_FIRST = 120_000
 NEAR_TIE = 0.05  # logprob; what other orders of addition make of these models
 
@@ -77,7 +79,7 @@ def run(pairs: int | None) -> list[Result]:
         engines = {}
         for system, connector in _systems(Path(name), stack).items():
             tell(f"starting engine: {system}")
-            settings = {"max_num_seqs": SESSIONS // 7}
+            settings = {"max_num_seqs": SESSIONS // 7, "max_model_len": SESSION_TOKENS}
             engine = Engine(model, connector=connector, kv_cache_bytes=ENGINE_BYTES, extra=settings)
             engines[system] = stack.enter_context(engine)
         for number in range(rounds):
@@ -112,7 +114,7 @@ def _systems(folder: Path, stack: ExitStack) -> dict[str, dict[str, Any] | None]
         own = folder / f"store{number}"
         own.mkdir()
         disk = f'[nvme]\npath = "{own}/kv"\ncapacity = {disk_bytes}\n' if disk_bytes else ""
-        store = stack.enter_context(StoreProcess(own, str(cpu_bytes), disk))
+        store = stack.enter_context(StoreProcess(own, str(cpu_bytes), EXTENT + disk))
         made[system] = tiered(store=store.address)
     return {system: made[system] for system in (NONE, *AGAINST)}
 
