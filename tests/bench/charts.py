@@ -74,6 +74,15 @@ MOVES = (
     *("pulled from disk", "pushed from disk", "direct, from disk"),
 )
 PEERS = {"none": "no connector", "native": "vLLM's own offloading", "ours": "kvstore"}
+USERS = {
+    "room for all": {
+        "none": PEERS["none"],
+        "native": PEERS["native"],
+        "ours": PEERS["ours"],
+        "ours with a disk": "kvstore, a disk",
+    },
+    "1.8 times too much": {"native, pressed": PEERS["native"], "ours, pressed": PEERS["ours"]},
+}
 
 CHARTS = (
     Chart(
@@ -91,6 +100,16 @@ CHARTS = (
             for system in systems
         ),
         log=True,
+    ),
+    Chart(
+        "load",
+        "35 users of an engine whose memory holds a seventh: mean time to first token",
+        "milliseconds",
+        tuple(
+            Row(group, label, {"name": "ttft_mean", "system": system}, ours=label == PEERS["ours"])
+            for group, systems in USERS.items()
+            for system, label in systems.items()
+        ),
     ),
     Chart(
         "attach",
