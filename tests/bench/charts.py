@@ -112,6 +112,21 @@ CHARTS = (
         ),
     ),
     Chart(
+        "slow",
+        "20 prompts whose blocks are in a slow place: time of an engine without a connector",
+        "time / no connector's, with 90 % interval; dashed: the target, 1.05",
+        tuple(
+            Row(f"{place}, {ms} ms a block", label, values, ours=not always)
+            for place in ("tier", "peer")
+            for ms in (2, 25)
+            for always, label in ((False, "compares"), (True, "loads in any case"))
+            for values in ({"place": place, "block_ms": ms, "always_load": always},)
+        ),
+        field="ratio",
+        mark=1.05,
+        log=True,
+    ),
+    Chart(
         "attach",
         "CPU time of a scheduler step, 256 requests in flight, 99th percentile",
         "microseconds",
