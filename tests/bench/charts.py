@@ -106,14 +106,19 @@ CHARTS = (
         "35 users of an engine whose memory holds a seventh: mean time to first token",
         "milliseconds",
         tuple(
-            Row(group, label, {"name": "ttft_mean", "system": system}, ours=label == PEERS["ours"])
+            Row(
+                group,
+                label,
+                {"name": "ttft_mean", "system": system},
+                ours=label.startswith("kvstore"),
+            )
             for group, systems in USERS.items()
             for system, label in systems.items()
         ),
     ),
     Chart(
         "slow",
-        "20 prompts whose blocks are in a slow place: time of an engine without a connector",
+        "20 prompts whose blocks are in a slow place, against no connector",
         "time / no connector's, with 90 % interval; dashed: the target, 1.05",
         tuple(
             Row(f"{place}, {ms} ms a block", label, values, ours=not always)
