@@ -13,10 +13,6 @@ from tests.bench.engine import Request, Result
 NEAR_TIE = 0.13
 """Logits between 8 and 16 are 1/16 apart in bfloat16; two of these can be rounding."""
 
-RARE_TIE = 0.26
-"""In 13,000 prompts whose loaded bytes were all compared with those stored, two were seen six
-times: three or four may be rounding once in a long run."""
-
 NEAR_TIES_RATIO_MAX = 0.5
 """Rounding turns one prompt in eight; one lost block turns nine in ten, many at near ties."""
 
@@ -30,8 +26,9 @@ class Divergence(NamedTuple):
     got: int | None
     margin: float | None  # the reference's, at this position
 
-    def beyond(self, tie: float) -> bool:
-        return self.margin is None or self.margin > tie
+    @property
+    def counts(self) -> bool:
+        return self.margin is None or self.margin > NEAR_TIE
 
     def __str__(self) -> str:
         margin = "" if self.margin is None else f", margin {self.margin:.3f}"
@@ -54,13 +51,13 @@ def divergences(reference: Sequence[Result], got: Sequence[Result]) -> list[Dive
     return found
 
 
-def assert_same(reference: Sequence[Result], got: Sequence[Result], tie: float = NEAR_TIE) -> None:
+def assert_same(reference: Sequence[Result], got: Sequence[Result]) -> None:
     """Fail unless got has the reference's tokens, near ties apart.
 
     After a near tie the rest of that prompt says nothing, so too many of them fail as well.
     """
     found = divergences(reference, got)
-    wrong = [str(divergence) for divergence in found if divergence.beyond(tie)]
+    wrong = [str(divergence) for divergence in found if divergence.counts]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(reference)} prompts differ:", *wrong])
     near = [str(divergence) for divergence in found]
     assert len(near) <= max(1, NEAR_TIES_RATIO_MAX * len(reference)), "\n".join(
