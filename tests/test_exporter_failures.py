@@ -102,6 +102,7 @@ def trio(shared: tuple[Side, Side, Side]) -> Iterator[tuple[Side, Side, Side]]:
         back(side)
     for side in shared:
         side.events.clear()
+        side.exporter._peers._held.clear()  # it may have been killed while it met a peer
         for peer in list(side.exporter._peers.known):
             side.exporter.remove_peer(peer)
     start_all(*shared)
