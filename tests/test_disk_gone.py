@@ -46,7 +46,10 @@ def test_a_full_file_system(store: Served, disk: LoopDisk) -> None:
     assert store.state in {"ok", "read_only"}
     disk.empty()
     store.work_until(lambda: store.disk_bytes > before, "growth")
-    store.assert_back(store.fill())
+    evicted = store.count("evicted")
+    names = store.fill()
+    # On a busy machine room may come later than what it is for.
+    store.assert_back(names, lost_max=int(store.count("evicted") - evicted))
 
 
 def test_a_file_system_that_turned_read_only(store: Served, disk: LoopDisk) -> None:
