@@ -191,6 +191,7 @@ def test_B6_a_tail_that_has_gone_leaves_the_whole_blocks(nodes: tuple[Node, Node
     text, before = prompt("gone", 38), set(prefill.tails())
     params = prefill.compute({"gone": text})
     eventually(lambda: len(set(prefill.tails()) - before) == len(ALL.groups))
+    eventually(prefill.has_ended)  # until then what is not there may still come
     manager, tails = prefill.namespace.manager, set(prefill.tails()) - before
     inside(prefill.store, lambda: [manager.drop(key, "test") for key in tails])
     assert decode.run({"gone": text}, 9, params) == {"gone": 32}

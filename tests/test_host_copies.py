@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -100,6 +101,8 @@ def calls_of_a_load(blocks: int) -> int:
         nonlocal calls
         calls += event == "call"
 
+    gc.collect()
+    gc.disable()  # else what other tests left is finalized meanwhile, in calls that count
     sys.setprofile(count_calls)
     try:
         load = SlotLoad(job, (1, 1), LoadDeadline(0, 0, 0))
@@ -107,6 +110,7 @@ def calls_of_a_load(blocks: int) -> int:
         over = load.advance(lambda moves: copy(moves, slots, store=False), slots.generations, 0)
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert over
     assert load.ok
     assert storage[PAGE : (1 + blocks) * PAGE : PAGE].tolist() == list(range(blocks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import pytest
@@ -383,11 +384,14 @@ def calls_of_a_step(blocks: dict[str, int]) -> int:
         nonlocal calls
         calls += event == "call"
 
+    gc.collect()
+    gc.disable()  # else what other tests left is finalized meanwhile, in calls that count
     sys.setprofile(count_calls)
     try:
         meta = script.half.build_meta(step)
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert sum(len(job.slots) for job in meta.stores) == sum(blocks.values())
     return calls
 

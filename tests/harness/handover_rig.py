@@ -166,6 +166,12 @@ class Node:
     def tails(self) -> list[BlockKey]:
         return [key for key in self.keys() if is_partial_block(key)]
 
+    def has_ended(self) -> bool:
+        """Tell whether its store has heard of the end of all requests that it handed over."""
+        peers = self.store.server._peers
+        assert peers is not None
+        return not any(lease.running for lease in [*peers.producer.request_leases._leases.values()])
+
     def held(self, request: str) -> tuple[int, int]:
         """Count the blocks that its store holds for a request that has ended, and awaits."""
         peers = self.store.server._peers
