@@ -181,12 +181,9 @@ class Served:
 
     def _get_patiently(self, name: str) -> tuple[int, int]:
         """What came late, on a machine that does other things, is not lost."""
-        end_s, tries = time.monotonic() + WAIT_S, 4
-        best, late = self.get(name), self.count("late")
-        while best[0] < CHAIN and tries and time.monotonic() < end_s:
-            best = max(best, self.get(name))
-            before, late = late, self.count("late")
-            tries -= late == before
+        best = self.get(name)
+        for _ in range(3):
+            best = best if best[0] == CHAIN else max(best, self.get(name))
         return best
 
     def fill(self, count: int = 9) -> list[str]:
