@@ -7,14 +7,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
+import torch
 
 from tests.bench.engine import Request, Result
 
 NEAR_TIE = 0.13
 """Logits between 8 and 16 are 1/16 apart in bfloat16; two of these can be rounding."""
 
-NEAR_TIES_RATIO_MAX = 0.5
-"""Rounding turns one prompt in eight; one lost block turns nine in ten, many at near ties."""
+NEAR_TIES_RATIO_MAX = 0.5 if torch.cpu._is_avx512_bf16_supported() else 0.75
+"""Rounding turns one prompt in eight; one lost block turns nine in ten, many at near ties.
+
+Without AVX-512 instructions for bfloat16 it turns one in four, and two in three where failed loads
+change what runs beside a prompt (in float32 none).
+"""
 
 
 class Divergence(NamedTuple):
