@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.mutants_hints import HINTS
 from tests.mutants_operation import OPERATION
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -545,16 +546,6 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/handover/producer.py": (
         ("peer_limits -k S2_blocks", ">= WANTED_MAX:", ">= 1 << 62:"),
-        (
-            "peer_limits -k S2_an_unknown",
-            "now_ns >= min(job.offer_ns, job.look_ns)",
-            "True",
-        ),
-        (
-            "peer_limits -k P7_blocks_that_come",
-            "now_ns >= min(job.offer_ns, job.look_ns)",
-            "now_ns >= job.offer_ns",
-        ),
         ("export", "if not job.over and not job.released and now_ns >= job.deadline_ns:"),
         (
             "export -k B16_blocks_are_held",
@@ -684,7 +675,9 @@ def _mutant(path: str, tests: str, found: str, instead: str | None = None) -> Mu
 
 
 MUTANTS = tuple(
-    _mutant(path, *line) for path, lines in (*LINES.items(), *OPERATION.items()) for line in lines
+    _mutant(path, *line)
+    for path, lines in (*LINES.items(), *OPERATION.items(), *HINTS.items())
+    for line in lines
 )
 
 

@@ -192,6 +192,7 @@ def test_what_is_staged_at_a_clear_is_not_handed_over() -> None:
         pair.source.manager.drop(key, "test")
     want = m.Want(1, b"".join(chain), 32, (u32([0, 1]),))
     pair.producer.on_message(pair.peer, want, pair.giver.now_ns)
+    pair.producer.tick(pair.giver.now_ns)
     pair.source.tiering.clear()
     pair.run(4)
     assert pair.producer.counts["failed"] == 2

@@ -1,0 +1,35 @@
+"""Lines that keep what hand-overs promise to stores and engines, as LINES in mutants.py."""
+
+from __future__ import annotations
+
+HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
+    "kvstore/handover/jobs.py": (
+        ("peer_limits -k S2_an_unknown", "(patient and now_ns < self._next_ns)", "False"),
+        ("peer_limits -k P7_blocks_that_come", "now_ns + LOOK_NS", "self._until_ns"),
+        (
+            "export_turns -k S2_of_an_unknown",
+            "(1 if patient and self.missing else most)",
+            "most",
+        ),
+        (
+            "export_turns -k S2_of_an_unknown",
+            "if not most or (patient and now_ns < self._next_ns):",
+            "if not most:",
+        ),
+        ("export_turns -k S2_of_what_peers_want", "self.tiers += found", "self.tiers = found"),
+    ),
+    "kvstore/handover/producer.py": (
+        (
+            "export_turns -k S2_of_what_peers_want",
+            "max(1, looks // left)",
+            "LOOKS_MAX",
+        ),
+        ("export_turns -k S2_a_peer_that_wants_much", "looks // left", "looks"),
+        ("export_turns -k S2_of_what_peers_want", "self.looking |= not look.missing"),
+        (
+            "request_leases -k those_who_wait",
+            "if number in self._early or len(self._early) < EARLY_MAX:",
+            "if True:",
+        ),
+    ),
+}
