@@ -32,4 +32,16 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if True:",
         ),
     ),
+    "kvstore/handover/transfers.py": (
+        (
+            "peer_memory -k B15_slots",
+            "self.exporter.map(extent, export.fd, export.bytes, writable=False)",
+        ),
+        (
+            "peer_memory -k B15_slots",
+            "if export is None or export.again_ns is None:",
+            "if True:",
+        ),
+        ("peer_memory -k B15_slots", "self._exports.pop(extent, None)"),
+    ),
 }
