@@ -34,6 +34,7 @@ from tests.harness.handover_moves import LandingSlots, Moves
 from tests.harness.handover_pair import content
 from tiers.nixl import messages as nixl
 from tiers.nixl.supervisor import Down
+from tiers.nixl.ucx import over_tcp
 
 LANDING = 32
 LANDING_EXTENT = 1 << 30
@@ -131,7 +132,7 @@ class Mover(Moves):
         super().__init__()
         self._net, self._name = net, name
         self._starts = itertools.count(1)
-        self.agent = self.devices = ""
+        self.agent, self.devices = "", "lo"
         self.exporter = self
         self.site: Site | None = None
         self.landings: dict[str, LandingSlots] = {}
@@ -194,7 +195,7 @@ class Mover(Moves):
         """It is awake."""
 
     def over_tcp(self, host: str) -> bool:
-        return host == "tcp"
+        return over_tcp(host, self.devices)
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         self.known[agent] = metadata
