@@ -44,4 +44,10 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         ("peer_memory -k B15_slots", "self._exports.pop(extent, None)"),
     ),
+    "connectors/store_connection.py": (
+        (
+            "direct_engine -k B20_direct_that",
+            "if self._rank > 0 and isinstance(why, SameOnAllRanks):",
+        ),
+    ),
 }
