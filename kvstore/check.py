@@ -8,15 +8,17 @@ cannot hang.
 from __future__ import annotations
 
 import enum
+import errno
 import resource
 import shutil
+import socket
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import msgspec
 
 from kvstore import numa
-from kvstore.config import Config, PeerConfig, ServerConfig
+from kvstore.config import Address, Config, PeerConfig, ServerConfig
 from kvstore.core.errors import ConfigError
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.side_channel import Channel
@@ -199,7 +201,7 @@ def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"tier {tier.name}", lambda tier=tier: refuse_tier(tier)  # type: ignore[misc]
     if server.metrics is not None:
         address = server.metrics
-        yield "metrics", lambda: metrics_endpoint.listen(address).server_close()
+        yield "metrics", lambda: refuse_metrics(address, peer)
 
 
 def require(config: Config) -> None:
@@ -231,6 +233,23 @@ def refuse_peer(peer: PeerConfig) -> None:
         channel.listen(peer.listen.host, peer.listen.port)
     finally:
         channel.close()
+
+
+def refuse_metrics(address: Address, peer: PeerConfig | None) -> None:
+    """Raise ConfigError for an address that the endpoint cannot use, beside the side channel."""
+    endpoint = metrics_endpoint.listen(address)
+    try:
+        if peer is not None and peer.listen.port == address.port:
+            family = socket.AF_INET6 if ":" in peer.listen.host else socket.AF_INET
+            socket.create_server((peer.listen.host, address.port), family=family).close()
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:  # of others refuse_peer() tells
+            raise ConfigError(
+                "[server] metrics and [peer] listen: expected two ports,"
+                f" found {address.port} for both"
+            ) from exc
+    finally:
+        endpoint.server_close()
 
 
 def refuse_devices(devices: str) -> None:

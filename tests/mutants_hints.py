@@ -44,6 +44,10 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         ("peer_memory -k B15_slots", "self._exports.pop(extent, None)"),
     ),
+    "kvstore/check.py": (("check_serve -k Q12", "if exc.errno == errno.EADDRINUSE:"),),
+    "kvstore/engine_check.py": (
+        ("engine_check -k S6", '"huge pages", "metrics")', '"huge pages")'),
+    ),
     "connectors/store_connection.py": (
         (
             "direct_engine -k B20_direct_that",
