@@ -64,6 +64,7 @@ class TrackedRequest(msgspec.Struct, eq=False):
     local: int = 0  # tokens that the engine has itself
     started_at: int | None = None  # computed tokens before a step that may be undone
     cursor: int = 0  # blocks before it are stored, or need not be
+    doubted: range = range(0)  # blocks of a load that failed: they are stored, known or not
     in_step: bool = False  # its load, if it has one, ends in the step that admits it
     loading_hash: bytes | None = None  # of the first block being loaded
     remote: Remote = NO_REMOTE  # where its prompt was computed, until it is loaded

@@ -373,6 +373,8 @@ class SchedulerHalf:
         self._client.count("load_failed")
         tracked.failures += 1
         tracked.present = self._absent
+        size, end = self._geometry.block_tokens, tracked.local + sum(tracked.sources.values())
+        tracked.doubted = range(tracked.local // size, -(-end // size))
         self._rewind(tracked)
 
     # The end of things

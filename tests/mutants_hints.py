@@ -48,6 +48,20 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/engine_check.py": (
         ("engine_check -k S6", '"huge pages", "metrics")', '"huge pages")'),
     ),
+    "connectors/store_planner.py": (
+        ("scheduler_half -k O15_what_failed", "if first < tracked.doubted.stop:"),
+        (
+            "scheduler_half -k O15_what_failed",
+            "first, end = max(first, doubted.start), min(end, doubted.stop)",
+        ),
+    ),
+    "connectors/scheduler.py": (
+        (
+            "scheduler_half -k O15_what_failed",
+            "range(tracked.local // size, -(-end // size))",
+            "range(0)",
+        ),
+    ),
     "connectors/store_connection.py": (
         (
             "direct_engine -k B20_direct_that",
