@@ -148,6 +148,7 @@ class RequestLookups:
             inside=query.inside,
             loadable=query.blocks,
             direct=self._direct,
+            hinted=remote.hinted,
             off_disk=not tracked.policy.store_in.disk,
             block_ns=None if self.pace is None else self.pace.block_ns(self._geometry.block_tokens),
         )

@@ -30,10 +30,10 @@ from connectors.vllm_version import VERSION
 from kvstore.core.errors import NotSupported
 
 REQUEST = (
-    "_all_token_ids", "all_token_ids", "block_hashes", "drop_stale_output", "kv_transfer_params",
-    "lora_request", "max_tokens", "mm_features", "num_computed_tokens", "num_in_flight_tokens",
-    "num_prompt_tokens", "num_tokens", "prompt_is_token_ids", "prompt_token_ids", "request_id",
-    "sampling_params", "skip_reading_prefix_cache", "status",
+    "_all_token_ids", "all_token_ids", "block_hashes", "drop_stale_output", "kv_hints",
+    "kv_transfer_params", "lora_request", "max_tokens", "mm_features", "num_computed_tokens",
+    "num_in_flight_tokens", "num_prompt_tokens", "num_tokens", "prompt_is_token_ids",
+    "prompt_token_ids", "request_id", "sampling_params", "skip_reading_prefix_cache", "status",
 )  # fmt: skip
 CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (SchedulerOutput, (

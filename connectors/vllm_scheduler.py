@@ -28,6 +28,7 @@ from vllm.v1.request import RequestStatus
 from connectors.compute_pace import ComputePace
 from connectors.engine_interface import Geometry, Step
 from connectors.events import BlockEvent
+from connectors.kv_hints import PARAMETER as HINT
 from connectors.kv_transfer_params import Transfer, is_handed_over
 from connectors.request_policy import NO_LIMITS, NOTHING, RequestPolicy, policy_of
 from connectors.scheduler import SchedulerHalf
@@ -234,7 +235,9 @@ class SchedulerSide:
         transfer = transfer_of(request) if handed else None
         if self._states and is_handed_over(transfer):
             leave_out_last(request, self._tokens.hash_tokens)
-        cached = cached_tokens(self.manager, request) if transfer else 0
+        # For a hint alone that is not worth looking for: it takes long in a long prompt.
+        handed_over = transfer is not None and set(transfer) != {HINT}
+        cached = cached_tokens(self.manager, request) if handed_over else 0
         reads = not request.skip_reading_prefix_cache
         wanted = request.sampling_params
         repeatable = wanted is None or (wanted.seed is None and wanted.prompt_logprobs is None)
@@ -329,11 +332,13 @@ SHORTENED = "prompt_shortened"  # among the hand-over parameters
 
 
 def transfer_of(request: Any) -> dict[str, Any] | None:
-    """Return a request's hand-over parameters; None if its prompt is not all token ids.
+    """Return a request's hand-over parameters and hint; None if its prompt is not all token ids.
 
     Images have no place in the name of a partly filled block: with them whole blocks are fetched.
     """
     params: dict[str, Any] | None = request.kv_transfer_params
+    if request.kv_hints is not None and (not params or isinstance(params, dict)):
+        params = (params or {}) | {HINT: request.kv_hints}
     if not params or request.prompt_token_ids is None or request.prompt_is_token_ids is not None:
         return None
     if request.mm_features and params.get("do_remote_prefill"):

@@ -53,6 +53,7 @@ DISK_BYTES_MAX = 256 * TIB  # for more, a process has not enough addresses for t
 CREDIT_BYTES_DEFAULT = 512 * MIB
 FILE_BYTES_MAX = MIB
 THREADS_MAX = 64
+HOSTS_MAX = 256
 # Labels that the tiers of the store itself and of the engine have in the metrics.
 RESERVED_TIER_NAMES = ("gpu", "cpu", "nvme", "peer")
 
@@ -101,6 +102,25 @@ def read_listen(value: object, found: Mapping[str, Any]) -> Address:
             own = "the address at which other stores reach this one"
             raise wrong(f'{own}, such as "10.0.0.5:9500"', value)
     return address
+
+
+def network_of(host: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """Return an address, or a network of them; None for a name."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_network(host)
+    return None
+
+
+def _read_hosts(value: object, _found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Read names, addresses and networks of hosts."""
+    hosts = f'a list of up to {HOSTS_MAX} hosts such as "10.0.0.7", "10.0.0.0/8" or "prefill-1"'
+    if not isinstance(value, list) or len(value) > HOSTS_MAX:
+        raise wrong(hosts, value)
+    for host in value:
+        named = isinstance(host, str) and re.fullmatch(r"[\w.-]{1,253}", host, re.ASCII)
+        if not named and (not isinstance(host, str) or network_of(host) is None):
+            raise wrong(hosts, host)
+    return tuple(value)
 
 
 def _extent(parts: int, rounded: Callable[[Fraction], int]) -> Reader:
@@ -235,6 +255,7 @@ class PeerConfig(Section, frozen=True):
     landing_bytes: Annotated[int, Setting(size(HUGE_PAGE_BYTES), "64MiB")]
     devices: Annotated[str, Setting(_read_devices, "lo")]
     eager: Annotated[bool, Setting(flag, default=True)]
+    hints: Annotated[tuple[str, ...], Setting(_read_hosts, [])]
 
 
 class TierConfig(Section, frozen=True):

@@ -53,6 +53,7 @@ HAND_OVERS = {  # by metric, what hand-overs count
     ),
     "kvstore_hand_over_bugs": ("internal",),
 }
+HINTS = ("offered", "nothing", "late", "resting", "refused", "needless")
 
 
 class Spec(NamedTuple):
@@ -124,6 +125,9 @@ TABLE = (
     Spec("kvstore_hand_over_bugs", "counter",
          "Bugs of the store that ended a connection, or hand-overs; the log has the traceback.",
          ("event",), HAND_OVERS["kvstore_hand_over_bugs"], of_peers=True),
+    Spec("kvstore_hints", "counter",
+         "Hints that named another store as a request's source, by what came of them.",
+         ("outcome",), HINTS, of_peers=True),
     Spec("kvstore_exporter_starts", "counter",
          "Starts of the exporter, the process that moves blocks to and from other stores.",
          of_peers=True),

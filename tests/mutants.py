@@ -599,7 +599,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/core/eviction.py": (("eviction -k a_mark", "if isinstance(coldest, Mark):"),),
     "connectors/step_loads.py": (
-        ("step_loads -k O6", "tracked.remote is NO_REMOTE\n            and ", ""),
+        (
+            "step_loads -k O6",
+            "(tracked.remote is NO_REMOTE or tracked.remote.hinted > 0)\n            and ",
+            "",
+        ),
         ("step_loads -k O6", "and tracked.repeatable", ""),
         ("step_loads -k O6", "and not grant.sources", ""),
         ("step_loads -k O6", "and not any(hits.has_direct for hits in grant.hits)", ""),

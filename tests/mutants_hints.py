@@ -1,4 +1,4 @@
-"""Lines that keep what hand-overs promise to stores and engines, as LINES in mutants.py."""
+"""Lines that keep the mends of hand-over, and what hints promise (O26), as LINES in mutants.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         (
             "export_turns -k S2_of_what_peers_want",
             "max(1, looks // left)",
-            "LOOKS_MAX",
+            "1 << 62",
         ),
         ("export_turns -k S2_a_peer_that_wants_much", "looks // left", "looks"),
         ("export_turns -k S2_of_what_peers_want", "self.looking |= not look.missing"),
@@ -61,6 +61,56 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "range(tracked.local // size, -(-end // size))",
             "range(0)",
         ),
+    ),
+    "connectors/kv_hints.py": (
+        ("kv_hints -k O26_a_block_is_found", "if not inside:", "if True:"),
+        ("kv_hints -k O26_a_wrong", '_expect(envelope, "protocol_version", PROTOCOL)'),
+        ("kv_hints -k O26_a_wrong", '_expect(action, "action_version", VERSION)'),
+        ("kv_hints -k O26_a_wrong", '_expect(payload, "mode", "copy")'),
+        ("kv_hints -k O26_a_wrong", " or len(actions) > ACTIONS_MAX", ""),
+        ("kv_hints -k O26_a_wrong", " or not is_sendable(address, limits.NAME_MAX)", ""),
+        ("kv_hints -k O26_a_wrong", "or not 0 <= last < 1 << 8 * NAME_BYTES", ""),
+    ),
+    "connectors/pd_scheduler.py": (
+        (
+            "kv_hints -k O26_a_wrong",
+            'raise ConfigError("block_hashes: the last one is of no block of the request")',
+        ),
+        ("kv_hints -k O26_a_wrong", 'self._client.count("hint_refused")'),
+        ("kv_hints -k O26_a_lookup", "return self._hinted(request, params)", "return NO_REMOTE"),
+    ),
+    "connectors/request_lookups.py": (
+        ("kv_hints -k O26_a_lookup", "hinted=remote.hinted", "hinted=0"),
+    ),
+    "connectors/step_loads.py": (
+        ("kv_hints -k O26_a_hint_whose", " or tracked.remote.hinted > 0", ""),
+    ),
+    "connectors/vllm_scheduler.py": (
+        ("engine/adapter -k O26_for_a_hint", "set(transfer) != {HINT}", "True"),
+    ),
+    "kvstore/store/hints.py": (
+        ("hints -k O26_a_source_is_waited", " // PART if block_ns", " if block_ns"),
+        ("hints -k O26_a_source_is_waited", "min(wait_ns, WAIT_NS_MAX)", "wait_ns"),
+        ("hints -k O26_a_source_that_was", "elif now_ns < self._resting.get(address, 0):"),
+        ("hints -k O26_what_is_soon", " or wait_ns < WAIT_NS_MIN", ""),
+        ("hints -k O26_what_is_here", "not blocks or ", ""),
+        ("hints -k O26_only_hosts", "if not self._allows(address):"),
+        ("hints -k O26_addresses", "if len(self._resting) > RESTING_MAX:"),
+    ),
+    "kvstore/store/lookups.py": (
+        ("hints -k O26_no_more", "if gaps and end < min(blocks, min(gaps) + most):"),
+        ("hints -k O26_no_more", "max(1, HINT_BLOCKS_MAX // len(rules))", "blocks"),
+        (
+            "hints -k O26_only_hosts",
+            "if lookup.hinted and not self._hints.follows(lookup.peer, ask.asked_ns):",
+        ),
+        ("hints -k O26_a_source_is_waited", "if ask.hint and now_ns >= ask.hint_ns:"),
+        (
+            "hints -k O26_a_source_is_waited",
+            "self._let_go(ask)\n                owed, ask.fetch",
+            "owed, ask.fetch",
+        ),
+        ("hints -k O26_no_more", "direct and not lookup.hinted", "direct"),
     ),
     "connectors/store_connection.py": (
         (

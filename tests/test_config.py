@@ -110,7 +110,7 @@ def test_only_the_capacity_is_needed() -> None:
     )
     peer = parse({**LEAST, "peer": {}}).peer
     assert peer == config.PeerConfig(
-        Address("127.0.0.1", 0), None, 2 * GIB, 64 * MIB, "lo", eager=True
+        Address("127.0.0.1", 0), None, 2 * GIB, 64 * MIB, "lo", eager=True, hints=()
     )
 
 

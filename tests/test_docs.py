@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from connectors import config as extra
+from connectors.kv_hints import hint_of
 from kvstore import cli, config
 from kvstore.metrics import TABLE
 from kvstore.settings import Section, Setting, settings_of
@@ -65,6 +66,8 @@ def test_json_is_read(block: str) -> None:
     if "bench" in table:
         (row,) = json.loads(as_json("b", [Result("n", 1, "u")]))["results"]
         assert all(row.keys() <= result.keys() for result in table["results"])
+    elif "actions" in table:
+        assert hint_of(table) is not None
     else:
         check_transfer_config(table)
 

@@ -49,6 +49,7 @@ UNITS = (
     "tokens",
     "blocks",
     "lookups",
+    "hints",
     "slots",
     "leases",
     "sessions",

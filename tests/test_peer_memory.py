@@ -167,6 +167,7 @@ def test_B15_slots_that_could_not_be_mapped_are_mapped_some_time_later(
     assert mover.poll(now_ns) == [Unmapped(7)]
     assert mover.poll(now_ns + 2 * transfers.MAP_AGAIN_NS) == []
     assert exporter.tried == [7] * 4, "not after its end"
+    assert not mover._exports, "nor is anything kept of it"
 
 
 def test_B20_a_transfer_is_abandoned_when_none_of_its_blocks_is_wanted(

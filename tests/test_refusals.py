@@ -92,6 +92,9 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
         "landing": (*NUMBERS, "1MiB"),
         "devices": ("", "*", 1, "eth77", "lo,eth77"),
         "eager": FLAGS[:2],
+        "hints": (
+            "10.0.0.0/8", {}, 1, [1], [""], ["10.0.0.1/8"], ["a b"], ["h/8"], ["h:1"], ["h"] * 257,
+        ),
     },
     "tier": {
         "class": (

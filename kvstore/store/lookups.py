@@ -23,6 +23,8 @@ from kvstore.core.types import BlockKey, Chain, LeaseId, LookupResult, Slot
 from kvstore.handover.direct_fetches import Positions, reaching_on, with_reads
 from kvstore.handover.peers import Peers
 from kvstore.metrics import PEER, Numbers
+from kvstore.store.hints import BLOCKS_MAX as HINT_BLOCKS_MAX
+from kvstore.store.hints import Hints
 from kvstore.store.load_or_compute import measure, worth_loading
 from kvstore.store.misses import left_s_ago, missed
 from kvstore.store.namespace import Namespace
@@ -104,12 +106,14 @@ class Lookups:
         numbers: Numbers,
         can_grow: Callable[[Namespace], bool],
         peers: Peers | None = None,
+        hint_hosts: Sequence[str] = (),
     ) -> None:
         """engine: limits of each attached engine. can_grow: more memory is coming or to be had.
 
-        peers: other stores, where they may be asked.
+        peers: other stores, where they may be asked. hint_hosts: see Hints.
         """
         self._peers = peers
+        self._hints = Hints(hint_hosts, numbers)
         self.use(engine)
         self._numbers = numbers
         self._can_grow = can_grow
@@ -149,7 +153,7 @@ class Lookups:
         if lookup.peer and self._peers is not None and not alone:
             self._ask_peer(self._peers, ask, lookup, direct=lookup.direct and session.direct)
         if self._owed(ask):
-            ask.look_ns = now_ns + _OWED_NS
+            ask.look_ns = ask.hint_ns or now_ns + _OWED_NS
         else:
             found = self._settled(ask, now_ns)
             if found is not None or now_ns >= ask.deadline_ns:
@@ -168,16 +172,44 @@ class Lookups:
     def _ask_peer(self, peers: Peers, ask: Ask, lookup: p.Lookup, *, direct: bool) -> None:
         """Ask a peer for what no tier of ours has, if there is anything to ask for.
 
-        Of more blocks than one job can have the leading ones are asked for.
+        What a hint names goes into the store's memory: others may have the same hint.
         """
-        push = lookup.push
+        if lookup.hinted and not self._hints.follows(lookup.peer, ask.asked_ns):
+            return
+        push, direct = lookup.push, direct and not lookup.hinted
         if push is None:
             # Over TCP a process that is read may crash when its reader dies, and only slots can be
             # kept out of use until a write has ended.
             push = peers.pushes(lookup.peer)
             direct = direct and not push
-        width, rules = lookup.width, ask.namespace.layout.rules
-        blocks = min(ask.blocks, m.MESSAGE_BYTES_MAX // 2 // width)
+        blocks, lacking = self._wanted(ask, lookup, direct=direct)
+        if lookup.hinted and not self._hints.begins(ask, lookup.peer, max(map(len, lacking))):
+            return
+        if not any(lacking):
+            return
+        indices = tuple(framing.u32(group) for group in lacking)
+        hashes = lookup.hashes[: blocks * lookup.width]
+        scope, request, block_ns = lookup.scope, lookup.request, lookup.block_ns
+        want = m.Want(0, hashes, lookup.width, indices, scope, request, push=push,
+                      block_ns=block_ns)  # fmt: skip
+        ask.fetch = peers.fetch(ask.namespace, lookup.peer, want, ask.asked_ns, direct=direct)
+        if ask.fetch is None:
+            self._hints.ends(ask, "refused")
+        elif direct:
+            pairs = ((group, index) for group, found in enumerate(lacking) for index in found)
+            ask.direct = {pair: position for position, pair in enumerate(pairs)}
+
+    def _wanted(
+        self, ask: Ask, lookup: p.Lookup, *, direct: bool
+    ) -> tuple[int, list[Sequence[int]]]:
+        """Return of how many leading blocks a peer is to be asked, and for which, by group.
+
+        Of more blocks than one job can have the leading ones are asked for.
+        """
+        rules, blocks = ask.namespace.layout.rules, ask.blocks
+        blocks = min(blocks, m.MESSAGE_BYTES_MAX // 2 // lookup.width)
+        if lookup.hinted:
+            return self._hinted(ask, min(blocks, lookup.hinted))
         lacking = self._lacking(ask, blocks, direct=direct)
         if sum(map(len, lacking)) > m.JOB_BLOCKS_MAX:
             # So many fit into one job, whatever is lacking of them.
@@ -185,24 +217,41 @@ class Lookups:
             trailing = sum(rule.trailing + 1 for rule in rules if rule.trailing is not None)
             blocks = min(blocks, max(1, (m.JOB_BLOCKS_MAX - trailing) // max(1, full)))
             lacking = self._lacking(ask, blocks, direct=direct)
-        if not any(lacking):
-            return
-        indices = tuple(framing.u32(group) for group in lacking)
-        hashes = lookup.hashes[: blocks * width]
-        scope, request, block_ns = lookup.scope, lookup.request, lookup.block_ns
-        want = m.Want(0, hashes, width, indices, scope, request, push=push, block_ns=block_ns)
-        ask.fetch = peers.fetch(ask.namespace, lookup.peer, want, ask.asked_ns, direct=direct)
-        if direct and ask.fetch is not None:
-            pairs = ((group, index) for group, found in enumerate(lacking) for index in found)
-            ask.direct = {pair: position for position, pair in enumerate(pairs)}
+        return blocks, lacking
+
+    def _hinted(self, ask: Ask, blocks: int) -> tuple[int, list[Sequence[int]]]:
+        """As _wanted(), for a hint: a few blocks from the first that lacks, found bit by bit."""
+        rules = ask.namespace.layout.rules
+        most, first = max(1, HINT_BLOCKS_MAX // len(rules)), 0
+        while True:
+            end = min(first + most, blocks)
+            lacking = self._lacking(ask, end, first=first)
+            gaps = [
+                group[0]
+                for rule, group in zip(rules, lacking, strict=True)
+                if group and rule.trailing is None
+            ]
+            if gaps and end < min(blocks, min(gaps) + most):
+                end = min(blocks, min(gaps) + most)
+                lacking = self._lacking(ask, end, first=first)
+            if gaps or end == blocks:
+                return end, lacking
+            first = end
 
     @staticmethod
-    def _lacking(ask: Ask, blocks: int, *, direct: bool) -> list[Sequence[int]]:
-        """List, for each group, which of the leading blocks a peer is to be asked for."""
+    def _lacking(
+        ask: Ask, blocks: int, *, direct: bool = False, first: int = 0
+    ) -> list[Sequence[int]]:
+        """List, for each group, which of the leading blocks a peer is to be asked for.
+
+        first: those before it are here, of groups that need all.
+        """
         namespace, chain, writing = ask.namespace, ask.chain, State.WRITING
         lacking: list[Sequence[int]] = []
         for group, rule in enumerate(namespace.layout.rules):
             indices = m.clip(rule, blocks)
+            if rule.trailing is None:
+                indices = indices[first:]
             entries = namespace.manager.index.find(chain.keys_at(group, indices))
             missing: Sequence[int] = indices
             if any(entries):
@@ -228,6 +277,7 @@ class Lookups:
         ask.offered = self._peers.inlet(ask.namespace).offered(ask.fetch)
         if ask.offered is not None:
             ask.look_ns = 0
+            self._hints.ends(ask, "offered" if ask.offered else "nothing")
         return ask.offered is None
 
     def _settled(self, ask: Ask, now_ns: int) -> _Hit | None:
@@ -330,6 +380,10 @@ class Lookups:
         answers: list[p.Granted] = []
         for ask in list(session.asks.values()):
             owed = self._owed(ask)
+            if ask.hint and now_ns >= ask.hint_ns:
+                self._hints.ends(ask, "late")
+                self._let_go(ask)
+                owed, ask.fetch, ask.look_ns = False, None, 0
             if now_ns < min(ask.look_ns, ask.deadline_ns):
                 continue
             found = self._settled(ask, now_ns)  # which may move the deadline

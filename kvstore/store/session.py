@@ -49,6 +49,8 @@ class Ask(msgspec.Struct, eq=False):
     fetch: int | None = None  # what a peer was asked for it
     direct: dict[tuple[int, int], int] | None = None  # group, index -> position: workers read it
     offered: Mapping[int, str] | None = None  # of these positions: in which tier
+    hint: str = ""  # the peer that a hint names, until it has answered
+    hint_ns: int = 0  # until when it may
 
     @property
     def compute_ns(self) -> int | None:

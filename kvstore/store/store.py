@@ -101,7 +101,10 @@ class Store:
         self.namespaces = Namespaces(context, pool.extent_bytes, make_tiers)
         readers = set() if peers is None else {EXPORTER}
         self._memory = Memory(pool, send, readers, self.namespaces.wake)
-        self._lookups = Lookups(config.engine, self.numbers, self._memory.can_grow, peers)
+        hint_hosts = () if config.peer is None else config.peer.hints
+        self._lookups = Lookups(
+            config.engine, self.numbers, self._memory.can_grow, peers, hint_hosts
+        )
         self.sessions = Sessions(
             context, first_session, self.namespaces, self._memory, self._lookups
         )

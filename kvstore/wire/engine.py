@@ -19,7 +19,7 @@ from kvstore.core.layout import RankGeometry, RankLayout, RankPages
 from kvstore.core.limits import Count, Hash, LeaseMs, Name, Number, Rank, Seconds, Text, Words
 from kvstore.wire.framing import Message
 
-VERSION = 6
+VERSION = 7
 
 Requests = msgspec.Meta(max_length=limits.STEP_ITEMS_MAX)
 Keys = Annotated[tuple[Hash, ...], msgspec.Meta(max_length=limits.STORED_MAX)]
@@ -62,7 +62,8 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     direct: workers read themselves what a peer has, into the engine's memory. off_disk: what comes
     up for it is not copied to lower tiers. block_ns: how long the engine computes a block; what
     takes longer to read from a lower tier or a peer is left out of the answer. 0: it does not know
-    yet, and what another engine has told counts; None: nothing is left out.
+    yet, and what another engine has told counts; None: nothing is left out. hinted: how many
+    leading blocks a router says that the peer has; 0: the peer is of a hand-over.
     """
 
     ask: Number
@@ -78,6 +79,7 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     direct: bool = False
     off_disk: bool = False
     block_ns: Annotated[int, msgspec.Meta(ge=0, le=limits.BLOCK_NS_MAX)] | None = None
+    hinted: Count = 0
 
 
 class HandedOver(msgspec.Struct, frozen=True, array_like=True):
@@ -449,5 +451,6 @@ EVENTS = frozenset(
     {
         *("deferred", "deferred_steps", "timed_out", "load_failed", "detached", "store_declined"),
         *("transfer_refused", "hand_over_unstored", "load_given_up", "events_untold"),
+        "hint_refused",
     }
 )
