@@ -14,9 +14,9 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "count = min(len(self._waiting), p.NEWS_MAX - self._unheard)",
             "count = len(self._waiting)",
         ),
-        ("key_news -k O24_what_waits", "            if len(self._waiting) > WAITING_MAX:"),
+        ("key_news -k O24_what_waits", "if len(self._waiting) > WAITING_MAX:"),
         ("key_news -k O24_what_waits", "                self.lost += 1\n", ""),
-        ("key_news -k O24_the_blocks", "                if len(table) > KEYS_MAX // TABLES:"),
+        ("key_news -k O24_the_blocks", "if len(table) > KEYS_MAX // TABLES:"),
         (
             "key_news -k O16_what_came",
             "if self._waiting.pop((medium, key), None) is None:",
@@ -66,7 +66,7 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "connectors/store_client.py": (
         ("events -k O24_the_store_hears", "self._heard += len(part) if medium else 0"),
-        ("events -k O24_what_the_store", "        if answers.lost and self.collect_events:"),
+        ("events -k O24_what_the_store", "if answers.lost and self.collect_events:"),
         (
             "snapshot -k O27_an_engine_publishes",
             "if self.has_pages and not self._changes:",
@@ -75,7 +75,7 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("snapshot -k O27_what_is_stored", "if self.keeps_tokens and len(", "if len("),
     ),
     "kvstore/store/token_ids.py": (
-        ("snapshot -k O27_tokens_that", "        if odd or odd_tokens or not size:"),
+        ("snapshot -k O27_tokens_that", "if odd or odd_tokens or not size:"),
         (
             "snapshot -k O27_the_side_table",
             "while table and self._bytes[number] > self.bytes_max // TABLES:",

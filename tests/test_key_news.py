@@ -59,7 +59,8 @@ def test_O24_what_an_engine_has_nothing_to_do_with_is_not_told() -> None:
     news, (a,) = following(1)
     others = names(50, 100)
     news.entered([*others, a], MEMORY)
-    news.left(others, MEMORY)
+    news.left(others[:10], MEMORY)
+    news.left([BlockKey(b"never seen")], DISK)
     assert news.take() == Told([a], [], [], [])
 
 
