@@ -543,8 +543,8 @@ class StoreClient:
         return taken
 
     def describe(self, told: p.BlockTokens) -> None:
-        """Tell the store token ids of blocks, if it keeps them."""
-        if self.keeps_tokens and len(self._tokens) < limits.STEP_ITEMS_MAX:
+        """Tell a store that keeps token ids those of some blocks."""
+        if len(self._tokens) < limits.STEP_ITEMS_MAX:
             self._tokens.append(told)
 
     def ask_page(self, width: int, scope: bytes) -> None:

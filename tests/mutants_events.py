@@ -59,6 +59,7 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "EVENTS_PER_STEP + EVENTS_PER_BLOCK * self._stored, 0",
             "EVENTS_PER_STEP, 0",
         ),
+        ("snapshot -k O27_what_is_stored", "if self._client.keeps_tokens:", "if True:"),
         (
             "snapshot -k O27_token_ids_that",
             "if len(tokens) != self._geometry.block_tokens or last != held.key[:width]:",
@@ -72,7 +73,6 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if self.has_pages and not self._changes:",
             "if self.has_pages:",
         ),
-        ("snapshot -k O27_what_is_stored", "if self.keeps_tokens and len(", "if len("),
     ),
     "kvstore/store/token_ids.py": (
         ("snapshot -k O27_tokens_that", "if odd or odd_tokens or not size:"),
