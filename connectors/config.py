@@ -25,7 +25,7 @@ from kvstore.wire.framing import is_sendable
 
 SOURCE = "kv_connector_extra_config"
 COUNT_MAX = 10**9
-OF_PRIVATE_STORES = ("nvme", "listen", "metrics", "promote", "promote_limit")
+OF_PRIVATE_STORES = ("nvme", "listen", "metrics", "promote", "promote_limit", "event_tokens")
 
 DirectWay = Literal["", "pull", "push"]
 
@@ -94,6 +94,12 @@ class ExtraConfig(Section, frozen=True):
         Setting(_as_given("engine", "promote_limit"), default_text='`"60s"` of a private store'),
     ]
     """`[engine] promote_limit` of a private store."""
+
+    event_tokens: Annotated[
+        str | None, Setting(_as_given("engine", "event_tokens"), default_text="none is kept")
+    ]
+    """`[engine] event_tokens` of a private store, such as `"64MiB"`: token ids of its blocks, for
+    KV events after a restart. Prompts can be read from them, on disk, too."""
 
     block_tokens: Annotated[
         int | None, Setting(whole_number(1, COUNT_MAX), default_text="the engine's block size")
@@ -177,7 +183,8 @@ class ExtraConfig(Section, frozen=True):
     @property
     def engine(self) -> dict[str, str]:
         """What a private store's `[engine]` says."""
-        found = {"promote": self.promote, "promote_limit": self.promote_limit}
+        names = ("promote", "promote_limit", "event_tokens")
+        found = {name: getattr(self, name) for name in names}
         return {name: value for name, value in found.items() if value is not None}
 
     def find_store(self, engine_id: str) -> str:

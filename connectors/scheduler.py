@@ -30,7 +30,7 @@ from typing import Any
 
 from connectors.compute_pace import ComputePace
 from connectors.engine_interface import BlockTable, EngineRequest, Geometry, Step
-from connectors.events import BlockEvent, BlockEvents
+from connectors.events import BlockEvent, BlockEvents, NextHash
 from connectors.kv_transfer_params import NO_REMOTE, NO_TRANSFER, Transfer
 from connectors.load_planner import CPU, LoadPlanner, why_missed
 from connectors.pd_scheduler import HandOvers
@@ -442,6 +442,10 @@ class SchedulerHalf:
         for tracked in self._requests.values():
             tracked.cursor = NEVER  # until the engine allocates afresh: its blocks are of before
         return not any(t.phase is Phase.LOADING for t in self._requests.values())
+
+    def hash_events_with(self, next_hash: NextHash) -> None:
+        """Publish what was in the tiers before: by this hash its token ids are found right."""
+        self._events.next_hash = next_hash
 
     def take_events(self) -> list[BlockEvent]:
         """Return what entered and left the tiers, of blocks of the current scope and the tenant."""

@@ -20,14 +20,15 @@ from vllm.distributed.kv_events import (
     KVCacheEvent,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from connectors.compute_pace import ComputePace
 from connectors.engine_interface import Geometry, Step
-from connectors.events import BlockEvent
+from connectors.events import BlockEvent, NextHash
 from connectors.kv_hints import PARAMETER as HINT
 from connectors.kv_transfer_params import Transfer, is_handed_over
 from connectors.request_policy import NO_LIMITS, NOTHING, RequestPolicy, policy_of
@@ -156,6 +157,7 @@ def start_half(
     if not settings.always_load:
         half.prefer_computing(ComputePace(monotonic_ns))
     half.tag = settings.policy.tag
+    half.hash_events_with(next_hash_of(config.cache_config.prefix_caching_hash_algo))
     return half
 
 
@@ -366,6 +368,17 @@ def leave_out_last(request: Any, hash_tokens: int) -> None:
     del request.block_hashes[last // hash_tokens :]
     request.num_prompt_tokens = last
     request.max_tokens = 1
+
+
+def next_hash_of(algorithm: str) -> NextHash:
+    """Return the hash by which vLLM names tokens that have neither images nor a salt."""
+    hashed = get_hash_fn_by_name(algorithm)
+
+    def next_hash(parent: bytes | None, tokens: Sequence[int]) -> bytes:
+        name: bytes = hash_block_tokens(hashed, parent and BlockHash(parent), tokens)
+        return name
+
+    return next_hash
 
 
 _MEDIA = {MEMORY: MEDIUM_CPU, DISK: MEDIUM_STORAGE}

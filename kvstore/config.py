@@ -230,6 +230,7 @@ class EngineConfig(Section, frozen=True):
     defer_ns: Annotated[int, Setting(duration(), "100ms")]
     promote_ns: Annotated[int, Setting(duration(), "2s")]
     promote_limit_ns: Annotated[int, Setting(duration(zero="no load could end"), "60s")]
+    event_tokens_bytes: Annotated[int, Setting(size(0), 0)]
 
 
 class NvmeConfig(Section, frozen=True):

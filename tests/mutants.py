@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.mutants_hints import HINTS
+from tests.mutants_events import EVENTS
 from tests.mutants_operation import OPERATION
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -168,7 +169,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("events -k O16_events_have_tokens", "names, found.parent, found.", "names, None, found."),
         ("events -k O16_a_prompt_that", "if last >= len(hashes) or hashes[last] != block_hash:"),
         ("events -k O16_a_block_of_several", "known or rules[group].trailing is not None", "known"),
-        ("events -k O16_what_this_engine_has_no_tokens_of", 'self._client.count("events_untold")'),
+        (
+            "events -k O16_what_this_engine_has_no_tokens_of",
+            'self._client.count("events_untold")\n        else:',
+            "pass\n        else:",
+        ),
         ("events -k O16_what_is_remembered", "if len(self._described) > self._described_max:"),
         ("events -k O16_what_is_remembered", "if len(self._published) > self._published_max:"),
         ("events -k O16_what_comes_up_for_a_request", "del self._asked[block_hash]"),
@@ -681,6 +686,7 @@ def _mutant(path: str, tests: str, found: str, instead: str | None = None) -> Mu
 MUTANTS = tuple(
     _mutant(path, *line)
     for path, lines in (*LINES.items(), *OPERATION.items(), *HINTS.items())
+    for path, lines in (*LINES.items(), *OPERATION.items(), *EVENTS.items())
     for line in lines
 )
 

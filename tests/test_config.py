@@ -100,6 +100,7 @@ def test_only_the_capacity_is_needed() -> None:
             10**8,
             2 * 10**9,
             promote_limit_ns=60 * 10**9,
+            event_tokens_bytes=0,
         ),
         None,
         (),
@@ -275,7 +276,8 @@ def test_any_table_gives_settings_or_a_config_error(table: dict[str, Any]) -> No
 
 SHARED = {
     "store": "/run/kvstore.sock", "cpu": None, "nvme": None, "promote": None,
-    "promote_limit": None, "block_tokens": None, "transfer": "auto", "lease": 30 * 10**9,
+    "promote_limit": None, "event_tokens": None, "block_tokens": None, "transfer": "auto",
+    "lease": 30 * 10**9,
     "listen": None, "metrics": None, "two_way": False, "recompute_threshold": 0,
     "decode_ttl": 480 * 10**9,
     "direct": False, "store_user": None, "always_load": False, "max_load_tokens": None,
@@ -353,6 +355,7 @@ WRONG_EXTRA: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"cpu": "8GiB", "listen": "here"}, ("listen", '"host:port"', '"here"')),
     ({"cpu": "8GiB", "promote": "soon"}, ("promote", '"30s"', '"soon"')),
     ({"cpu": "8GiB", "promote_limit": "0s"}, ("promote_limit", "more than 0", '"0s"')),
+    ({"cpu": "8GiB", "event_tokens": "-1"}, ("event_tokens", "a size", '"-1"')),
     ({"cpu": "8GiB", "store_user": 0}, ("store_user is for a shared store",)),
     ({"cpu": "8GiB", "two_way": 1}, ("two_way: expected true or false, found 1",)),
     ({"cpu": "8GiB", "recompute_threshold": 64}, ("recompute_threshold is for two_way = true",)),

@@ -72,6 +72,7 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
         "defer": MOMENTS,
         "promote": MOMENTS,
         "promote_limit": MOMENTS,
+        "event_tokens": NUMBERS,
     },
     "nvme": {
         "path": (

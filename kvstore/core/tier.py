@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -69,6 +69,40 @@ class Telling(Protocol):
 
     def take_changes(self) -> Changes:
         """Return what can be read since the last call, and what cannot any more."""
+
+
+class TokenRow(NamedTuple):
+    """A block and its token ids, u32."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    tokens: bytes
+
+
+class TokenRows(NamedTuple):
+    """Some of them, each after its parent. mark: where the next ones begin, unless these are last.
+
+    Another mark than 0 is of no meaning but to the tier.
+    """
+
+    rows: Sequence[TokenRow]
+    mark: int
+    last: bool
+
+
+@runtime_checkable
+class Describing(Protocol):
+    """A tier that can keep token ids beside blocks, for KV events after a restart; NVMe can."""
+
+    @property
+    def blocks(self) -> int:
+        """Count the blocks that are known to be here."""
+
+    def describe(self, tokens_of: Callable[[BlockKey], bytes]) -> None:
+        """Keep from now on what tokens_of says of a block; b"" for one that is not known."""
+
+    def token_rows(self, mark: int) -> TokenRows | None:
+        """Return blocks that can be read, from a mark on; None: it is not known yet, ask again."""
 
 
 @runtime_checkable

@@ -26,7 +26,7 @@ from kvstore.core.index import Entry, Index, State
 from kvstore.core.leases import Lease
 from kvstore.core.load_paces import LoadPaces
 from kvstore.core.manager import Manager
-from kvstore.core.tier import Leading, Telling, Tier
+from kvstore.core.tier import Describing, Leading, Telling, Tier
 from kvstore.core.types import (
     BlockKey,
     Chain,
@@ -134,7 +134,8 @@ class Tiering:
         # Asked here once: it takes 5 us.
         self._ways = [(t, t if isinstance(t, Leading) else None) for t in self.sources]
         self._at_once = LEADING_MAX if all(many for _, many in self._ways) else 1
-        self._telling = [tier for tier in tiers if isinstance(tier, Telling)]
+        self.telling = [tier for tier in tiers if isinstance(tier, Telling)]
+        self.describing = next((t for t in tiers if isinstance(t, Describing)), None)
         self._told = False
         self._manager = manager
         self._slot_bytes = slot_bytes
@@ -160,13 +161,13 @@ class Tiering:
     def tell(self) -> None:
         """Have the tiers that can note what enters and leaves them."""
         self._told = True
-        for tier in self._telling:
+        for tier in self.telling:
             tier.tell()
 
     def take_changes(self) -> Changes:
         """Return what entered and left these tiers since the last call; nothing before tell()."""
         told = Changes()
-        for tier in self._telling if self._told else ():
+        for tier in self.telling if self._told else ():
             changes = tier.take_changes()
             told.added += changes.added
             told.removed += changes.removed
@@ -487,7 +488,8 @@ class Tiering:
         """Use the tiers no more. Slots of jobs under way stay as they are: they may be written."""
         self.tiers = self.sources = ()
         self._ways.clear()
-        self._telling.clear()
+        self.telling.clear()
+        self.describing = None
         self._under_way.clear()
         self._storing.clear()
         for queue in self.queues.values():

@@ -152,7 +152,11 @@ class Server:
         cpu = config.cpu
         pool = CpuMemory(cpu.capacity_bytes, cpu.extent_bytes, cpu.numa)
         self._pool = pool
-        self._disk = None if config.nvme is None else nvme.NvmeDisk(config.nvme)
+        self._disk = (
+            None
+            if config.nvme is None
+            else nvme.NvmeDisk(config.nvme, tokens=config.engine.event_tokens_bytes > 0)
+        )
         first = secrets.randbits(40) << 16
         self._peers = self._make_peers(config.peer, config.engine)
         self._plugins = [Plugin(tier) for tier in config.tiers]

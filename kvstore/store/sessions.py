@@ -48,6 +48,7 @@ class Sessions(dict[str, Session]):
         super().__init__()
         self._engine, self._numbers = context.config.engine, context.numbers
         self._send, self._peers, self._barrier = context.send, context.peers, context.barrier
+        self._keeps_tokens = context.tokens.bytes_max > 0
         self._next = first
         self._namespaces, self._memory, self._lookups = namespaces, memory, lookups
         self.refuses = ""  # engines that have no session yet, and why
@@ -177,7 +178,13 @@ class Sessions(dict[str, Session]):
         digest = namespace.layout.digest
         warning = session.warning = why_alone(namespace, self._namespaces.values())
         welcome = p.Welcome(
-            session.number, digest, side_channel=here, defer_ms=defer_ms, warning=warning
+            session.number,
+            digest,
+            side_channel=here,
+            defer_ms=defer_ms,
+            warning=warning,
+            tokens=self._keeps_tokens,
+            there=namespace.blocks,
         )
         if scheduler is not None:
             self._send(scheduler, welcome, None)

@@ -20,6 +20,7 @@ from kvstore.handover.jobs import check_ranks
 from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.logs import RateLog, set_level
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
+from kvstore.store import key_news
 from kvstore.store.asked import Asked, note_stored
 from kvstore.store.drain import DRAIN_CANCEL, DRAIN_NOW, DRAINS, REFUSAL, Drain
 from kvstore.store.extents import Memory
@@ -42,6 +43,7 @@ from kvstore.store.sessions import Sessions
 from kvstore.store.status import EngineStatus, History, Status, engines_of, status_of
 from kvstore.store.tenants import Tenants
 from kvstore.store.tier_guard import Plugin
+from kvstore.store.token_ids import TokenIds
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tiers.cpu import CpuMemory
@@ -97,7 +99,8 @@ class Store:
         self._barrier = Barrier(self._said, self.met_a_bug)
         self._around_extents = self._barrier.around("the extents of namespaces")
         self._clearing: list[int] = []  # connections that wait for the end of a clear
-        context = StoreContext(config, self.numbers, send, peers, self._barrier)
+        self.tokens = TokenIds(config.engine.event_tokens_bytes)
+        context = StoreContext(config, self.numbers, send, peers, self._barrier, self.tokens)
         self.namespaces = Namespaces(context, pool.extent_bytes, make_tiers)
         readers = set() if peers is None else {EXPORTER}
         self._memory = Memory(pool, send, readers, self.namespaces.wake)
@@ -269,6 +272,7 @@ class Store:
         for asked_ns in session.answered_ns:
             self.numbers.observe("kvstore_lookup_seconds", (self._now_ns - asked_ns) / 1e9)
         session.answered_ns.clear()
+        session.turn_page()
         answers = session.take_news()
         if answers is not None and session.scheduler is not None:
             self._send(session.scheduler, answers, None)
@@ -279,7 +283,7 @@ class Store:
         if self._memory.emptying or self.drain.looking:
             return True
         for session in self.sessions.values():
-            if session.asks:  # for a deadline, say
+            if session.asks or session.page_due:  # for a deadline, say
                 return True
         for namespace in self.namespaces.awake:
             if namespace.tiering.to_poll or namespace.growing or namespace.manager.clearing:
@@ -306,9 +310,10 @@ class Store:
             namespace.over_quota = manager.tend_tenants(shares, slot_bytes)
         changes = manager.take_changes()
         if any((changes.added, changes.removed, on_disk.added, on_disk.removed)):
+            net = key_news.net_of(changes), key_news.net_of(on_disk)
             for session in namespace.sessions.values():
                 if session.phase is Phase.ACTIVE:
-                    session.heard(changes, on_disk)
+                    session.heard(*net)
         if changes.removed:
             self.pins.removed(changes.removed)
         if changes.added:
@@ -349,6 +354,7 @@ class Store:
     def _step(self, session: Session, namespace: Namespace, step: p.Step) -> None:
         if session.phase is Phase.JOINING:
             raise ProtocolError("Step before Welcome")
+        session.of_events(namespace, step, self.tokens)
         for lease_id in step.release:
             self._lookups.end_lease(session, namespace, LeaseId(lease_id))
         if step.lookup_tokens or step.hit_tokens or step.missed_tokens or step.counts:
@@ -387,6 +393,7 @@ class Store:
         manager = namespace.manager
         size = namespace.layout.slot_bytes // session.world
         numbers, label, outcomes = self.numbers, namespace.label, Counter[str]()
+        session.keys.follow(map(BlockKey, message.keys))
         numbers.add("kvstore_copied_bytes", label, "store", by=len(slots) * size)
         numbers.add("kvstore_copy_seconds", label, "store", by=message.seconds)
         for number, key, parent in zip(slots, message.keys, message.parents, strict=True):
@@ -404,11 +411,8 @@ class Store:
             if len(writing.ranks) == session.world:
                 del session.writing[slot]
                 session.granted.discard(slot)
-                outcome = manager.complete_store(slot, ok=writing.ok)
-                namespace.engines.stored(session.number, slot, BlockKey(key), ok=writing.ok)
+                outcome = session.written(namespace, slot, writing)
                 outcomes[outcome.value] += 1
-                if outcome is StoreOutcome.FAILED or outcome is StoreOutcome.ORPHAN:
-                    namespace.unstored.add((BlockKey(key),), manager.now_s)
                 if message.off_disk and outcome is StoreOutcome.STORED:
                     namespace.tiering.off_disk.add(BlockKey(key))
         for name, count in outcomes.items():
@@ -448,6 +452,7 @@ class Store:
             if connection in self._clearing:
                 raise ProtocolError("a clear before the last one is answered")
             self.namespaces.clear_blocks()
+            self.tokens.clear()
             if self._disk is not None:  # it has more than what was attached since the start
                 self._disk.clear()
             self._clearing.append(connection)  # it hears when all slots are free

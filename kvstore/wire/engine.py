@@ -28,6 +28,9 @@ Slots = Annotated[int, msgspec.Meta(ge=0, le=limits.SLOTS_MAX)]
 Numbers = Annotated[tuple[Number, ...], Requests]
 Counts = Annotated[dict[Name, Count], msgspec.Meta(max_length=limits.KINDS_MAX)]
 
+NEWS_MAX = 1024
+"""Keys that a scheduler half is told of before it has heard the first of them (Step.heard)."""
+
 
 # Engine to store
 
@@ -129,6 +132,21 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
     scope: Hash = b""
 
 
+class BlockTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Token ids of blocks, for the snapshot of another engine: u32, as many for each hash."""
+
+    hashes: Hashes
+    width: Annotated[int, msgspec.Meta(ge=1, le=limits.HASH_BYTES_MAX)]
+    tokens: Words
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True):
+    """Ask for the next Page of what the tiers have in a scope, with hashes of `width` bytes."""
+
+    width: Annotated[int, msgspec.Meta(ge=1, le=limits.HASH_BYTES_MAX)]
+    scope: Hash = b""
+
+
 class Step(Message, frozen=True):
     """One batch per engine step from the scheduler half.
 
@@ -136,7 +154,8 @@ class Step(Message, frozen=True):
     admitted since the last step, asked for; of these served, by tier, and not, by reason (MISSES).
     counts: events since then, by name (EVENTS). unstored: keys of blocks that found no slot.
     tenants: whose blocks are asked for or stored from now on, each named once.
-    pins: prefixes to be kept, or not any more.
+    pins: prefixes to be kept, or not any more. heard: keys of Answers that it has dealt with.
+    tokens: of blocks that are stored, or brought up, if Welcome says so. snapshot: answered once.
     """
 
     lookups: Annotated[tuple[Lookup, ...], Requests] = ()
@@ -151,6 +170,9 @@ class Step(Message, frozen=True):
     unstored: Keys = ()
     tenants: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.TENANTS_MAX)] = ()
     pins: Annotated[tuple[Prefix, ...], msgspec.Meta(max_length=limits.PINS_MAX)] = ()
+    heard: Count = 0
+    tokens: Annotated[tuple[BlockTokens, ...], Requests] = ()
+    snapshot: Snapshot | None = None
 
 
 class Mapped(Message, frozen=True):
@@ -269,7 +291,8 @@ class Welcome(Message, frozen=True):
     those to read from peers with, as UCX names them.
     The scheduler half is once they have mapped the memory. side_channel: host:port where other
     stores ask this one. defer_ms: how long a lookup may wait for blocks that are pending. warning:
-    for the engine's log, such as why it shares no blocks with others of its model.
+    for the engine's log, such as why it shares no blocks with others of its model. tokens: the
+    store keeps token ids (Step.tokens), and has a snapshot. there: blocks in memory before.
     """
 
     session: int
@@ -281,6 +304,8 @@ class Welcome(Message, frozen=True):
     side_channel: str = ""
     defer_ms: int = 0
     warning: Text = ""
+    tokens: bool = False
+    there: Count = 0
 
 
 class Refused(Message, frozen=True):
@@ -342,8 +367,30 @@ class Granted(msgspec.Struct, frozen=True, array_like=True):
     missed: tuple[str, int] = ("", 0)
 
 
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A block that was there before: its key, its parent's or b"", token ids (u32), and where."""
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    memory: bool
+    disk: bool
+
+
+class Page(msgspec.Struct, frozen=True, array_like=True):
+    """Some blocks of a snapshot, parents first. last: there are no more."""
+
+    blocks: tuple[Held, ...] = ()
+    last: bool = False
+
+
 class Answers(Message, frozen=True):
-    """One batch from the store to a scheduler half."""
+    """One batch from the store to a scheduler half.
+
+    Of the keys it names those that this engine stored, asked for, or was told of before, each once
+    in a message, and up to NEWS_MAX that are not heard. lost: more were waiting than the store
+    keeps for an engine; these are not told. page: of its snapshot, what there is after all that.
+    """
 
     granted: tuple[Granted, ...] = ()
     credits: bytes = b""  # u32 array of slots
@@ -351,6 +398,8 @@ class Answers(Message, frozen=True):
     removed: tuple[bytes, ...] = ()  # keys that left it
     disk_added: tuple[bytes, ...] = ()  # keys that can be read on disk now, for who wants events
     disk_removed: tuple[bytes, ...] = ()  # keys that cannot any more
+    lost: int = 0
+    page: Page | None = None
 
 
 class Places(Message, frozen=True):

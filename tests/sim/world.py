@@ -157,6 +157,7 @@ class World:
             defer_ns=rng.choice((0, 20, 100)) * MS,
             promote_ns=rng.choice((30, 2_000) if self._promotes else (0, 5, 30, 2_000)) * MS,
             promote_limit_ns=rng.choice((60_000, 60_000, 100)) * MS,
+            event_tokens_bytes=0,
         )
         tiers = (
             TierConfig(

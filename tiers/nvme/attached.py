@@ -71,6 +71,7 @@ class Attached:
         self.next_extent = 1
         self.generation = 1  # the highest that a write has had
         self.damage: TierIOError | None = None  # found while it was attached
+        self._keeps_tokens = disk.keeps_tokens
         self._blocks_max = blocks_max_of(disk.capacity_bytes)
         self._todo: deque[DiskNamespace] = deque()  # to be loaded
         self._steps: Iterator[bool] | None = None  # of the loading that has begun
@@ -97,7 +98,10 @@ class Attached:
             gc.disable()
 
     def _open(self) -> None:
-        self.index = IndexClient(self.directory.path, self._blocks_max, self.directory.lock_fd)
+        where = self.directory.path, self._blocks_max, self.directory.lock_fd
+        self.index = IndexClient(*where, tokens=self._keeps_tokens)
+        if removed := self.index.opened.tokens_removed:
+            log.info("%s: token ids of %d blocks removed: not kept now", where[0], removed)
         try:
             self._open_extents()
         except BaseException:

@@ -70,6 +70,11 @@ class Commits:
             deletes={s.digest: [r.key for r in gone] for s, _, gone in batches if gone},
             puts={s.digest: [(r.key, s.value(r)) for r in puts] for s, puts, _ in batches if puts},
         )
+        if self._disk.keeps_tokens:
+            changes.tokens = {s.digest: s.token_rows(puts) for s, puts, _ in batches if puts}
+            changes.tokens_gone = {
+                s.digest: [r.generation for r in gone] for s, _, gone in batches if gone
+            }
 
         def work() -> None:
             for file in files:

@@ -40,11 +40,15 @@ _BUSY_S = 0.001  # between two polls while something is under way
 class NvmeDisk:
     """The NVMe tier of a store process."""
 
-    def __init__(self, settings: NvmeConfig) -> None:
-        """Open or make the directory. Raises ConfigError when it cannot be used."""
+    def __init__(self, settings: NvmeConfig, *, tokens: bool = False) -> None:
+        """Open or make the directory. Raises ConfigError when it cannot be used.
+
+        tokens: keep token ids of blocks beside their records.
+        """
         allow_files()
         writers = writers_of(settings.threads)
         self.settings = settings
+        self.keeps_tokens = tokens
         self.capacity_bytes = settings.capacity_bytes
         self.tenants: dict[bytes, Share] = {}  # by tag
         try:
