@@ -33,6 +33,7 @@ OF_THE_WORKER = (
     "connectors.worker_copies",
 )
 OF_THE_SCHEDULER = (
+    "connectors.late_stores",
     "connectors.load_planner",
     "connectors.request_lookups",
     "connectors.scheduler",
@@ -91,7 +92,7 @@ def under(names: list[str], *parents: str) -> list[str]:
     ("code", "modules_max", "forbidden"),
     [
         (WORKER, 21, (*OF_THE_SCHEDULER, "kvstore.config")),
-        (SCHEDULER, 31, (*OF_THE_WORKER, "kvstore.config", "torch")),
+        (SCHEDULER, 32, (*OF_THE_WORKER, "kvstore.config", "torch")),
     ],
     ids=["worker", "scheduler"],
 )
