@@ -196,7 +196,7 @@ def test_O28_a_preempted_request_is_stored_as_far_as_its_blocks_are_there() -> N
     desk.compute(one, 6 - len(desk.tables["a"]))
     desk.finish(one)
     later = desk.script.step()
-    assert 5 in desk.stored(one, later), "with the blocks that it has now"
+    assert desk.stored(one, later) == [0, 1, 2, 3, 4, 5], "in the blocks that it has now"
 
 
 def test_O28_pinned_prompts_are_stored_at_once() -> None:
@@ -277,12 +277,15 @@ def test_O28_a_block_that_holds_another_prompts_by_now_is_not_stored_for_the_fir
 
 def test_O28_what_the_engines_cache_has_forgotten_is_not_stored() -> None:
     """An engine that sleeps resets its prefix cache and throws its blocks away."""
-    desk = Desk(blocks=20)
-    past = desk.run("a", 6)
+    desk = Desk(blocks=20, slots=0)
+    due, later = desk.run("a", 6), desk.run("b", 6)
+    filler = desk.begin("c", 14)
+    metas = [desk.compute(filler, 5)]  # the first one is due, and there are no slots
     desk.pool.forget_all()
-    filler = desk.begin("b", 12)
-    metas = [desk.compute(filler, 4) for _ in range(3)]
-    assert not desk.stored(past, *metas)
+    desk.script.grant_credits(20)
+    metas += [desk.script.step(), *(desk.compute(filler, 4) for _ in range(2))]
+    assert not desk.stored(due, *metas)
+    assert not desk.stored(later, *metas)
 
 
 def test_O28_O17_after_a_reset_nothing_from_before_is_stored() -> None:

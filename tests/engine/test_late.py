@@ -46,7 +46,7 @@ def engine(model: Callable[[str], Path], store: StoreProcess) -> Iterator[Engine
         connector=attach(store, storing="late"),
         kv_cache_bytes=160 * LLAMA_BLOCK_BYTES,
         max_num_batched_tokens=256,
-        extra={"max_num_seqs": 4},
+        extra={"max_num_seqs": 4, "max_model_len": 2048},
     ) as made:
         yield made
 
