@@ -30,11 +30,11 @@ from tests.engine.support import (
 pytestmark = pytest.mark.vllm
 
 STORED = "kvstore_stored_blocks{stored}"
-PROMPT = 1000
+PROMPT = 500
 
 
 def unique(first: int, count: int) -> list[Request]:
-    """Prompts that share nothing, of 31 whole blocks, and of 32 with their answers."""
+    """Prompts that share nothing, of 15 whole blocks, and of 16 with their answers."""
     return [Request(id=f"l{n}", tokens=prompt(n, PROMPT)) for n in range(first, first + count)]
 
 
@@ -65,14 +65,14 @@ def stored(store: StoreProcess) -> int:
 def test_O28_blocks_are_stored_when_the_engine_needs_room_and_the_next_turn_hits(
     engine: Engine, store: StoreProcess, reference: Reference
 ) -> None:
-    prompts = unique(700_000, 3)
+    prompts = unique(700_000, 6)
     first = engine.run(prompts, max_tokens=TOKENS_OUT)
     engine.go_idle()
     assert stored(store) == 0, "there is room: the engine has them all"
-    assert run(engine, prompts) == [servable(PROMPT)] * 3
+    assert run(engine, prompts) == [servable(PROMPT)] * 6
     assert stored(store) == 0
-    run(engine, unique(701_000, 6))
-    assert stored(store) >= 3 * 31, "these had to leave"
+    run(engine, unique(701_000, 12))
+    assert stored(store) >= 6 * 15, "these had to leave"
     turns = [
         Request(id=one.id, tokens=[*one.tokens, *answer.tokens, *prompt(702_000 + n, 300)])
         for n, (one, answer) in enumerate(zip(prompts, first, strict=True))
@@ -80,7 +80,7 @@ def test_O28_blocks_are_stored_when_the_engine_needs_room_and_the_next_turn_hits
     expected = reference("llama_s", turns, TOKENS_OUT)
     got = engine.run(turns, max_tokens=TOKENS_OUT)
     assert_same(expected, got)
-    assert [result.cached_tokens for result in got] == [servable(PROMPT + TOKENS_OUT)] * 3
+    assert [result.cached_tokens for result in got] == [servable(PROMPT + TOKENS_OUT)] * 6
 
 
 def test_O28_with_slow_copies_and_little_memory_outputs_are_those_of_an_empty_cache(
@@ -108,7 +108,7 @@ def test_O28_a_reset_of_the_engines_cache_loses_what_was_not_stored(engine: Engi
     prompts = unique(710_000, 3)
     run(engine, prompts)
     forget(engine)
-    run(engine, unique(711_000, 6))
+    run(engine, unique(711_000, 12))
     assert run(engine, prompts) == [0, 0, 0]
 
 
