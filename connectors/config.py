@@ -152,6 +152,13 @@ class ExtraConfig(Section, frozen=True):
     That is what its steps and such loads took lately; computing takes the engine's time, and
     loading does not."""
 
+    storing: Annotated[str, Setting(choice("eager", "late"), "eager")]
+    """When blocks are stored: `"eager"` when they are complete, `"late"` when the engine is about
+    to reuse its own copy, so that memory holds what the engine does not. What only the engine holds
+    is lost when it ends, sleeps or resets its prefix cache. What another engine continues, and
+    pinned prompts, are stored at once; so is all with several KV groups or without prefix
+    caching."""
+
     max_load_tokens: Annotated[int | None, Setting(READERS["max_load_tokens"])]
     """Most tokens that are loaded for a request, beyond those in the engine's own cache."""
 

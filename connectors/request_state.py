@@ -72,3 +72,6 @@ class TrackedRequest(msgspec.Struct, eq=False):
     tag: bytes = b""  # of its tenant
     apart: tuple[bytes, bool] = (b"", False)  # tag, kept off the disk: a job has blocks of one such
     store_tokens: int = NEVER  # of its first ones: no others are stored
+    late: bool = False  # its blocks are stored when the engine is about to reuse theirs
+    stored_later: int = -1  # the block that it waits for since its answer lacks it; see lookups
+    asked_again: int = -1  # the last such block for which it has asked again

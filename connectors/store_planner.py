@@ -114,6 +114,11 @@ class StorePlanner:
                 client.count("store_declined")
         return (tracked.cursor + 1) * size
 
+    def count_complete(self, tracked: TrackedRequest, computed: int) -> int:
+        """Count the leading blocks of a request that are complete and may be stored."""
+        hashed = len(tracked.request.block_hashes) * self._geometry.hash_tokens
+        return min(computed, hashed, tracked.store_tokens) // self._geometry.block_tokens
+
     def left_out(self, tracked: TrackedRequest, computed: int) -> list[bytes]:
         """Return the keys of a request's complete blocks that have found no slot, of one group."""
         every, hashes = self._hashes_per_block, tracked.request.block_hashes
@@ -306,6 +311,10 @@ class StorePlanner:
             return set()
         blocks = set(written)
         return {job for job, read in self._sources.items() if not read.isdisjoint(blocks)}
+
+    def is_open(self, job: int) -> bool:
+        """Return True until a job has ended on all ranks."""
+        return job in self._sources
 
     def on_jobs_ended(self, ranks_ended: Mapping[int, int]) -> None:
         """Take the workers' reports: by job, on how many ranks it ended."""

@@ -31,13 +31,14 @@ from connectors.engine_interface import Geometry, Step
 from connectors.events import BlockEvent, NextHash
 from connectors.kv_hints import PARAMETER as HINT
 from connectors.kv_transfer_params import Transfer, is_handed_over
+from connectors.late_stores import LateStores
 from connectors.request_policy import NO_LIMITS, NOTHING, RequestPolicy, policy_of
 from connectors.scheduler import SchedulerHalf
 from connectors.step_loads import StepLoads
 from connectors.step_meta import StepMeta
 from connectors.store_client import DISK, MEMORY, StoreClient
 from connectors.store_connection import Attacher
-from connectors.vllm_private import check_private, values_of
+from connectors.vllm_private import OwnCache, check_private, values_of
 from kvstore.core.errors import ConfigError, NotSupported
 from kvstore.core.limits import NAME_MAX, SLOTS_MAX
 from kvstore.units import one_line
@@ -94,7 +95,14 @@ def start_scheduler(
         beside=beside,
         step_loads=loads_in_steps(config, cache, tokens),
     )
-    return SchedulerSide(half, cache, tokens, hands_over=hands_over, policy=settings.policy)
+    return SchedulerSide(
+        half,
+        cache,
+        tokens,
+        hands_over=hands_over,
+        policy=settings.policy,
+        step_blocks=late_step_blocks(config, tokens, settings.storing),
+    )
 
 
 def start_half(
@@ -175,6 +183,21 @@ def loads_in_steps(config: VllmConfig, cache: KVCacheConfig, tokens: Geometry) -
     return StepLoads(engine_block_bytes * tokens.blocks_per_chunk[0])
 
 
+def late_step_blocks(config: VllmConfig, tokens: Geometry, storing: str) -> int:
+    """Return how many blocks vLLM allocates in a step at most, loads aside; 0: store eagerly."""
+    if storing != "late":
+        return 0
+    if not LateStores.serves(tokens.rules) or not config.cache_config.enable_prefix_caching:
+        log.warning(
+            "kvstore: storing = late is for engines with one KV group, full attention and prefix"
+            " caching: this one stores blocks when they are complete"
+        )
+        return 0
+    limits = config.scheduler_config
+    new_blocks = int(limits.max_num_batched_tokens) // tokens.engine_block_tokens[0]
+    return new_blocks + int(limits.max_num_seqs)
+
+
 def transfer_of_engine(child: KVConnectorBase_V1) -> Any:
     """Return the kv_transfer_config that vLLM's scheduler reads.
 
@@ -208,8 +231,12 @@ class SchedulerSide:
         *,
         hands_over: bool = True,
         policy: RequestPolicy = NO_LIMITS,
+        step_blocks: int = 0,
     ) -> None:
-        """hands_over: requests' hand-over parameters count. policy: the engine's limits."""
+        """hands_over: requests' hand-over parameters count. policy: the engine's limits.
+
+        step_blocks: that vLLM allocates in a step at most; blocks are stored late. 0: eagerly.
+        """
         self.half = half
         self.manager: Any = None
         self._cache = cache
@@ -218,12 +245,15 @@ class SchedulerSide:
         self._states = frozenset(n for n, rule in enumerate(tokens.rules) if rule.exact)
         self._hands_over = hands_over
         self._policy = policy
+        self._step_blocks = step_blocks
         self._warned_of_adapters = False
 
     def bind(self, manager: Any) -> None:
         """Remember where block tables are, and check that all names used are there."""
         check_private(manager)
         self.manager = manager
+        if self._step_blocks:
+            self.half.store_late(OwnCache(manager), self._step_blocks)
 
     def on_new_request(self, request: Request) -> None:
         """Send a request's keys. Adapters are named by path, not content: they stay out."""

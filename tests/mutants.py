@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from tests.mutants_hints import HINTS
 from tests.mutants_events import EVENTS
+from tests.mutants_late import LATE
 from tests.mutants_operation import OPERATION
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -687,6 +688,7 @@ MUTANTS = tuple(
     _mutant(path, *line)
     for path, lines in (*LINES.items(), *OPERATION.items(), *HINTS.items())
     for path, lines in (*LINES.items(), *OPERATION.items(), *EVENTS.items())
+    for path, lines in (*LINES.items(), *OPERATION.items(), *LATE.items())
     for line in lines
 )
 

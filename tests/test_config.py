@@ -280,8 +280,8 @@ SHARED = {
     "lease": 30 * 10**9,
     "listen": None, "metrics": None, "two_way": False, "recompute_threshold": 0,
     "decode_ttl": 480 * 10**9,
-    "direct": False, "store_user": None, "always_load": False, "max_load_tokens": None,
-    "max_offload_tokens": None,
+    "direct": False, "store_user": None, "always_load": False, "storing": "eager",
+    "max_load_tokens": None, "max_offload_tokens": None,
     "kv_load_tiers": None, "kv_store_tiers": None, "offload_prompt_only": False, "tenant": None,
 }  # fmt: skip
 
@@ -348,6 +348,7 @@ WRONG_EXTRA: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"cpu": "8GiB", "block_tokens": "64"}, ("block_tokens", 'found "64"')),
     ({"cpu": "8GiB", "block_tokens": 0}, ("block_tokens", "from 1 to", "found 0")),
     ({"cpu": "8GiB", "transfer": "wave"}, ('"auto" or "pull" or "push"', '"wave"')),
+    ({"cpu": "8GiB", "storing": "lazy"}, ('storing: expected "eager" or "late"', '"lazy"')),
     ({"cpu": "lots"}, ("cpu", '"8GiB"', '"lots"')),
     ({"store": "tcp://host"}, ("store", '"tcp://host"')),
     ({"store": "/s", "listen": "127.0.0.1:0"}, ("listen is for a private store",)),

@@ -33,6 +33,7 @@ OF_THE_WORKER = (
     "connectors.worker_copies",
 )
 OF_THE_SCHEDULER = (
+    "connectors.late_stores",
     "connectors.load_planner",
     "connectors.request_lookups",
     "connectors.scheduler",

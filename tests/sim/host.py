@@ -10,6 +10,7 @@ from typing import cast
 import msgspec
 
 from connectors.engine_interface import BlockTable
+from connectors.late_stores import LateStores
 from connectors.request_state import Phase
 from connectors.scheduler import SchedulerHalf
 from connectors.step_meta import StepMeta
@@ -126,6 +127,15 @@ class Host:
         ]
         self.engine = Engine(shape, self.half, self.ranks, rng)
         self.counts: Counter[str] = Counter()  # of the halves
+
+    def store_late(self) -> None:
+        """Store a block when the engine is about to reuse its own, if it is an engine for that."""
+        shape = self.shape
+        if LateStores.serves(shape.rules) and shape.prefix_cache:
+            ahead = shape.lookahead + shape.batches * (shape.drafts + 1)
+            tokens = shape.budget + shape.running_max * ahead
+            step_blocks = tokens // shape.group_tokens[0] + shape.running_max
+            self.half.store_late(self.engine.book.tables.pool, step_blocks)
 
     def step(self) -> None:
         for output in self.engine.step():

@@ -58,6 +58,7 @@ FEATURES = (
     "sends",
     "priorities",
     "compares",
+    "late",
 )
 
 
@@ -135,6 +136,8 @@ class World:
             host.half.delays = 0.0
         if (self.seed // 20 + number) % 2 and self._has("compares"):
             host.half.prefer_computing(ComputePace(lambda: self.net.now))
+        if (self.seed // 10 + number) % 2 and self._has("late"):
+            host.store_late()
         for worker in host.workers:
             worker.errors = self.read_errors
             worker.slowness = 0.97 if self.churn and not number else self._slowness[number]
