@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from kvstore import numa
-from kvstore.config import Config, PeerConfig, ServerConfig
+from kvstore.config import Config, ObjectConfig, PeerConfig, ServerConfig
 from kvstore.core.errors import ConfigError
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.side_channel import Channel
@@ -30,6 +30,8 @@ from kvstore.units import sized
 from tiers.nvme.directory import SPARE_BYTES, SPARE_PART
 from tiers.nvme.refusals import refuse as refuse_nvme
 from tiers.nvme.refusals import user_of
+from tiers.object.refusals import look as look_at_bucket
+from tiers.object.refusals import refuse as refuse_object
 
 _DEVICES = (Path("/sys/class/net"), Path("/sys/class/infiniband"))
 _ANY_DEVICE = "all"
@@ -65,6 +67,7 @@ def examine(config: Config) -> list[Finding]:
         *_memory(config),
         *_disk(config),
         _peer(config),
+        *_bucket(config),
         _huge_pages(),
         _locked_memory(),
         *(Finding(Level.OK, f"tier {t.name}", f"{t.class_name} loads") for t in config.tiers),
@@ -105,6 +108,16 @@ def _peer(config: Config) -> Finding:
     secret = "without a key" if peer.key is None else "with a key"
     text = f"{peer.listen.host}:{peer.listen.port} {secret}, over {peer.devices}"
     return Finding(Level.OK, "peer", text)
+
+
+def _bucket(config: Config) -> Iterator[Finding]:
+    if config.bucket is None:
+        return
+    try:
+        for good, text in look_at_bucket(config.bucket):
+            yield Finding(Level.OK if good else Level.NOTE, "object", text)
+    except (ConfigError, ImportError):
+        return  # _refused() has it
 
 
 def _memory(config: Config) -> Iterator[Finding]:
@@ -194,6 +207,9 @@ def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "nvme", lambda: refuse_nvme(nvme)
     if peer is not None:
         yield "peer", lambda: refuse_peer(peer)
+    if config.bucket is not None:
+        bucket = config.bucket
+        yield "object", lambda: refuse_bucket(bucket)
     yield "policy", lambda: refuse_policy(config.cpu.policy)
     for tier in config.tiers:
         yield f"tier {tier.name}", lambda tier=tier: refuse_tier(tier)  # type: ignore[misc]
@@ -231,6 +247,13 @@ def refuse_peer(peer: PeerConfig) -> None:
         channel.listen(peer.listen.host, peer.listen.port)
     finally:
         channel.close()
+
+
+def refuse_bucket(bucket: ObjectConfig) -> None:
+    """Raise ConfigError for a bad key, or where the client of buckets is missing."""
+    if bucket.key is not None:
+        ClusterKey.read(Path(bucket.key))
+    refuse_object(bucket)
 
 
 def refuse_devices(devices: str) -> None:

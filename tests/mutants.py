@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.mutants_object import OBJECT
 from tests.mutants_operation import OPERATION
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -684,7 +685,9 @@ def _mutant(path: str, tests: str, found: str, instead: str | None = None) -> Mu
 
 
 MUTANTS = tuple(
-    _mutant(path, *line) for path, lines in (*LINES.items(), *OPERATION.items()) for line in lines
+    _mutant(path, *line)
+    for path, lines in (*LINES.items(), *OPERATION.items(), *OBJECT.items())
+    for line in lines
 )
 
 

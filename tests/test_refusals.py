@@ -93,6 +93,16 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
         "devices": ("", "*", 1, "eth77", "lo,eth77"),
         "eager": FLAGS[:2],
     },
+    "object": {
+        "url": (1, "", "bucket", "http://storage/bucket", "s3://", "s3://a b", "s3://a/../b?x"),
+        "endpoint": (1, "storage:9000", "ftp://storage", "http://", "http://a/b"),
+        "key": (1, "", "key", "{here}/none", "{here}/file", "{here}/open.key", "{here}"),
+        "run": (*NUMBERS, "1KiB", "1GiB"),
+        "timeout": (*MOMENTS, "0s"),
+        "threads": (0, 65, "4", 1.5, True),
+        "write_budget": (*NUMBERS, 0),
+        "requests": (0, 100_001, "5", 1.5, True),
+    },
     "tier": {
         "class": (
             1, "", "os", "os:getcwd", "os:environ", "no.such:Tier", "os:nothing",
@@ -160,6 +170,7 @@ def write(folder: Path, section: str, name: str, value: object) -> Path:
         "engine": {},
         "nvme": {"path": f"{folder}/kv", "capacity": "64MiB"},
         "peer": {"eager": False},
+        "object": {"url": "s3://bucket/folder", "endpoint": "http://127.0.0.1:1"},
         "tier": {"class": "tests.reference.memory_tier:MemoryTier", "name": "shelf"},
     }
     if section:
