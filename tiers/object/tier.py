@@ -107,7 +107,7 @@ class ObjectTier:
         self._fetches: dict[str, _Fetch] = {}
         self._queue: deque[tuple[int, Run]] = deque()  # and not before when
         self._queued: set[str] = set()
-        self._putting = 0
+        self._putting: set[str] = set()
         self._open = 0
         self._results: list[JobResult] = []
         self._closed = False
@@ -171,7 +171,9 @@ class ObjectTier:
             for group, rule in enumerate(rules):
                 kept = self._form.kept(rule, number)
                 name = self._form.name_of(chain.key(group, kept[-1]))
-                if name in self._queued or self._known.state(name, now_ns):
+                if name in self._queued or name in self._putting:
+                    continue
+                if self._known.state(name, now_ns):
                     continue
                 if len(self._queue) >= QUEUE_MAX:
                     skipped += len(kept)
@@ -191,7 +193,7 @@ class ObjectTier:
             run = self._queue[0][1]
             known = self._known.state(run.name, now_ns)
             if not known and (
-                self._putting >= self._bucket.put_threads or not self._bucket.may_put(now_ns)
+                len(self._putting) >= self._bucket.put_threads or not self._bucket.may_put(now_ns)
             ):
                 return ()
             self._queue.popleft()
@@ -291,7 +293,7 @@ class ObjectTier:
             self._stored(work, first, end, None)
             return
         blocks = [self._memory.view(slot) for slot in work.job.slots[first:end]]
-        self._putting += 1
+        self._putting.add(run.name)
         self._bucket.budget.spend(self._form.size(run))
         self._bucket.submit(
             Request(
@@ -304,7 +306,7 @@ class ObjectTier:
         )
 
     def _put_ended(self, work: _Work, first: int, end: int, run: Run, request: Request) -> None:
-        self._putting -= 1
+        self._putting.discard(run.name)
         error = None if request.outcome == OK else TierIOError(request.why)
         if error is None:
             self._known.there(run, self._now_ns)
