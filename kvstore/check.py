@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from kvstore import numa
-from kvstore.config import Address, Config, PeerConfig, ServerConfig
+from kvstore.config import Address, Config, ObjectConfig, PeerConfig, ServerConfig
 from kvstore.core.errors import ConfigError
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.side_channel import Channel
@@ -32,6 +32,8 @@ from kvstore.units import sized
 from tiers.nvme.directory import SPARE_BYTES, SPARE_PART
 from tiers.nvme.refusals import refuse as refuse_nvme
 from tiers.nvme.refusals import user_of
+from tiers.object.refusals import look as look_at_bucket
+from tiers.object.refusals import refuse as refuse_object
 
 _DEVICES = (Path("/sys/class/net"), Path("/sys/class/infiniband"))
 _ANY_DEVICE = "all"
@@ -67,6 +69,7 @@ def examine(config: Config) -> list[Finding]:
         *_memory(config),
         *_disk(config),
         _peer(config),
+        *_bucket(config),
         _huge_pages(),
         _locked_memory(),
         *(Finding(Level.OK, f"tier {t.name}", f"{t.class_name} loads") for t in config.tiers),
@@ -107,6 +110,16 @@ def _peer(config: Config) -> Finding:
     secret = "without a key" if peer.key is None else "with a key"
     text = f"{peer.listen.host}:{peer.listen.port} {secret}, over {peer.devices}"
     return Finding(Level.OK, "peer", text)
+
+
+def _bucket(config: Config) -> Iterator[Finding]:
+    if config.bucket is None:
+        return
+    try:
+        for good, text in look_at_bucket(config.bucket):
+            yield Finding(Level.OK if good else Level.NOTE, "object", text)
+    except (ConfigError, ImportError):
+        return  # _refused() has it
 
 
 def _memory(config: Config) -> Iterator[Finding]:
@@ -196,6 +209,9 @@ def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "nvme", lambda: refuse_nvme(nvme)
     if peer is not None:
         yield "peer", lambda: refuse_peer(peer)
+    if config.bucket is not None:
+        bucket = config.bucket
+        yield "object", lambda: refuse_bucket(bucket)
     yield "policy", lambda: refuse_policy(config.cpu.policy)
     for tier in config.tiers:
         yield f"tier {tier.name}", lambda tier=tier: refuse_tier(tier)  # type: ignore[misc]
@@ -250,6 +266,13 @@ def refuse_metrics(address: Address, peer: PeerConfig | None) -> None:
             ) from exc
     finally:
         endpoint.server_close()
+
+
+def refuse_bucket(bucket: ObjectConfig) -> None:
+    """Raise ConfigError for a bad key, or where the client of buckets is missing."""
+    if bucket.key is not None:
+        ClusterKey.read(Path(bucket.key))
+    refuse_object(bucket)
 
 
 def refuse_devices(devices: str) -> None:

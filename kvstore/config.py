@@ -54,8 +54,11 @@ CREDIT_BYTES_DEFAULT = 512 * MIB
 FILE_BYTES_MAX = MIB
 THREADS_MAX = 64
 HOSTS_MAX = 256
+RUN_BYTES_MIN = 4096
+RUN_BYTES_MAX = 256 * MIB
+REQUESTS_MAX = 100_000
 # Labels that the tiers of the store itself and of the engine have in the metrics.
-RESERVED_TIER_NAMES = ("gpu", "cpu", "nvme", "peer")
+RESERVED_TIER_NAMES = ("gpu", "cpu", "nvme", "peer", "object")
 
 
 class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -191,6 +194,14 @@ _read_folder = matching("/[^\0]*", 'an absolute path such as "/nvme/kv"')
 _read_devices = matching(
     r"[\w.:-]+(,[\w.:-]+)*", 'names of network devices such as "lo" or "eth0,eth1"'
 )
+_read_bucket = matching(
+    r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)*",
+    'a bucket and a folder in it, such as "s3://bucket/folder" (or gs://, az://)',
+)
+_read_endpoint = matching(
+    r"|https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?",
+    'an address such as "https://storage:8080", or "" for the one that the URL has',
+)
 _read_backlog = duration(zero="nothing could be written")
 
 
@@ -259,6 +270,21 @@ class PeerConfig(Section, frozen=True):
     hints: Annotated[tuple[str, ...], Setting(_read_hosts, [])]
 
 
+class ObjectConfig(Section, frozen=True):
+    """`[object]`: blocks in a bucket that several stores share; left out, there are none."""
+
+    url: Annotated[str, Setting(_read_bucket, required="s3://bucket/folder")]
+    endpoint: Annotated[str, Setting(_read_endpoint, "")]
+    key: Annotated[str | None, Setting(_read_folder)]
+    run_bytes: Annotated[int, Setting(size(RUN_BYTES_MIN, RUN_BYTES_MAX), "2MiB")]
+    timeout_ns: Annotated[int, Setting(duration(zero="nothing could be moved"), "5s")]
+    threads: Annotated[int, Setting(whole_number(1, THREADS_MAX), 8)]
+    write_budget_bytes: Annotated[
+        int | None, Setting(size(1, of=" per day (leave it out for no limit)"))
+    ]
+    requests: Annotated[int, Setting(whole_number(1, REQUESTS_MAX), 200)]
+
+
 class TierConfig(Section, frozen=True):
     """One `[[tier]]`: a place below CPU memory, asked in the order of the file."""
 
@@ -291,6 +317,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tiers: tuple[TierConfig, ...] = msgspec.field(name="tier")
     peer: PeerConfig | None = None
     tenants: tuple[TenantConfig, ...] = msgspec.field(name="tenant", default=())
+    bucket: ObjectConfig | None = msgspec.field(name="object", default=None)
 
 
 class ConfigFile(msgspec.Struct, frozen=True):
@@ -372,13 +399,14 @@ def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
     engine = section(EngineConfig, "engine", capacity=cpu.capacity_bytes)
     nvme = section(NvmeConfig, "nvme") if "nvme" in table else None
     peer = section(PeerConfig, "peer", capacity=cpu.capacity_bytes) if "peer" in table else None
+    bucket = section(ObjectConfig, "object") if "object" in table else None
     tiers = _several(TierConfig, "tier", table, source)
     tenants = _several(TenantConfig, "tenant", table, source)
     if len(tenants) > TENANTS_MAX:
         raise ConfigError(f"{source}: {len(tenants)} [[tenant]], expected up to {TENANTS_MAX}")
     for tenant in tenants:
         _refuse_floor(tenant, cpu, nvme, source)
-    return Config(server, cpu, engine, nvme, tiers, peer, tenants)
+    return Config(server, cpu, engine, nvme, tiers, peer, tenants, bucket)
 
 
 def _refuse_floor(

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from tests.mutants_hints import HINTS
 from tests.mutants_events import EVENTS
 from tests.mutants_late import LATE
+from tests.mutants_object import OBJECT
 from tests.mutants_operation import OPERATION
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -689,6 +690,7 @@ MUTANTS = tuple(
     for path, lines in (*LINES.items(), *OPERATION.items(), *HINTS.items())
     for path, lines in (*LINES.items(), *OPERATION.items(), *EVENTS.items())
     for path, lines in (*LINES.items(), *OPERATION.items(), *LATE.items())
+    for path, lines in (*LINES.items(), *OPERATION.items(), *OBJECT.items())
     for line in lines
 )
 

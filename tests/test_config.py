@@ -51,6 +51,7 @@ name = "shelf"
 """
 LEAST = {"cpu": {"capacity": "8GiB"}}
 DISK = {"path": "/nvme/kv", "capacity": "1GiB"}
+BUCKET = {"url": "s3://kv/cluster"}
 TIER = {"class": "a.b:C", "name": "disk"}
 
 
@@ -108,6 +109,9 @@ def test_only_the_capacity_is_needed() -> None:
     disk = parse({**LEAST, "nvme": DISK}).nvme
     assert disk == config.NvmeConfig(
         "/nvme/kv", GIB, 64 * MIB, 10**9, 4, 10**10, write_budget_bytes=None
+    )
+    assert parse({**LEAST, "object": BUCKET}).bucket == config.ObjectConfig(
+        "s3://kv/cluster", "", None, 2 * MIB, 5 * 10**9, 8, None, 200
     )
     peer = parse({**LEAST, "peer": {}}).peer
     assert peer == config.PeerConfig(
@@ -179,6 +183,11 @@ WRONG_IN: list[tuple[str, str, Any, tuple[str, ...]]] = [
     ("nvme", "write_budget", "0GB", ("at least 1B per day", '"0GB"')),
     ("nvme", "write_budget", "much", ('"8GiB"', '"much"')),
     ("nvme", "backlog", "0s", ("more than 0", '"0s"')),
+    ("object", "url", "kv", ('"s3://bucket/folder"', '"kv"')),
+    ("object", "endpoint", "storage", ('"https://storage:8080"', '"storage"')),
+    ("object", "run", "1GiB", ("at most 256MiB", '"1GiB"')),
+    ("object", "timeout", "0s", ("more than 0", '"0s"')),
+    ("object", "requests", 0, ("from 1 to 100000", "found 0")),
     ("tier", "clas", "x", ("unknown clas", "did you mean class?")),
     ("tier", "class", "Disk", ('"Disk"',)),
     ("tier", "class", "a-b:C", ('"a-b:C"',)),
@@ -193,6 +202,7 @@ def test_a_wrong_setting_is_refused_with_place_found_and_expected() -> None:
     wrong = list(WRONG)
     for section, name, value, parts in WRONG_IN:
         right: dict[str, Any] = {**LEAST, "nvme": DISK, "tier": TIER, "engine": {}, "server": {}}
+        right["object"] = BUCKET
         changed = {**right, section: {**right[section], name: value}}
         place = "[[tier]] 1" if section == "tier" else f"[{section}]"
         wrong.append(({**changed, "tier": [changed["tier"]]}, (place, name, *parts)))

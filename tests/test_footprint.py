@@ -14,7 +14,15 @@ PACKAGES = ("connectors", "kvstore", "tiers")
 # What only stores, tools, and engines with `direct` load.
 FORBIDDEN = (
     *("kvstore.store", "kvstore.handover", "kvstore.cli", "kvstore.check", "kvstore.metrics"),
-    *("tiers.nvme", "tiers.nixl", "tiers.cpu", "connectors.copies.gpu", "connectors.direct_reads"),
+    *(
+        "tiers.nvme",
+        "tiers.nixl",
+        "tiers.object",
+        "tiers.cpu",
+        "obstore",
+        "connectors.copies.gpu",
+        "connectors.direct_reads",
+    ),
     *(
         "aiofiles",
         "cupy",

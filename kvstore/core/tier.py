@@ -7,7 +7,16 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from kvstore.core.types import BlockKey, Changes, JobResult, LookupResult, Slot, TransferJob
+from kvstore.core.types import (
+    BlockKey,
+    Chain,
+    Changes,
+    GroupRule,
+    JobResult,
+    LookupResult,
+    Slot,
+    TransferJob,
+)
 
 
 class SlotMemory(Protocol):
@@ -120,6 +129,32 @@ class Bounded(Protocol):
     @property
     def full(self) -> bool:
         """Tell whether it is now."""
+
+
+@runtime_checkable
+class Sharing(Protocol):
+    """A tier of several stores: asked about paths, and given runs of blocks that are used again.
+
+    The store copies nothing else to it. The object tier is one.
+    """
+
+    def search(
+        self, rules: Sequence[GroupRule], chain: Chain, first: int, blocks: int, now_ns: int
+    ) -> None:
+        """Find out what is here of the leading blocks of a path, of which block `first` is wanted.
+
+        lookup() of that block in the first group of full attention is RETRY meanwhile.
+        """
+
+    def use(self, rules: Sequence[GroupRule], chain: Chain, blocks: int, now_ns: int) -> int:
+        """A request uses the leading blocks of a path; return how many cannot be queued."""
+
+    def offered(self, now_ns: int) -> Sequence[BlockKey]:
+        """Return blocks to store here next, as one job; none, if there are none now."""
+
+    @property
+    def waiting(self) -> int:
+        """Count the blocks that offered() is going to return."""
 
 
 class TierContext(msgspec.Struct, frozen=True):

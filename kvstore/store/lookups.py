@@ -153,6 +153,8 @@ class Lookups:
         alone = memory_only or namespace.layout.unnamed
         if lookup.peer and self._peers is not None and not alone:
             self._ask_peer(self._peers, ask, lookup, direct=lookup.direct and session.direct)
+        elif not alone:
+            self._search(ask)
         if self._owed(ask):
             ask.look_ns = ask.hint_ns or now_ns + _OWED_NS
         else:
@@ -169,6 +171,15 @@ class Lookups:
         session.asks[ask.ask] = ask
         session.asked_bytes += len(lookup.hashes)
         return None
+
+    def _search(self, ask: Ask) -> None:
+        """Have shared tiers look for what no tier of ours has."""
+        shared = ask.namespace.tiering.shared
+        if not shared:
+            return
+        lacking = self._lacking(ask, ask.blocks, direct=False)[ask.namespace.full_first[0]]
+        for queue in shared if lacking else ():
+            queue.search(ask.chain, lacking[0], ask.blocks, ask.asked_ns)
 
     def _ask_peer(self, peers: Peers, ask: Ask, lookup: p.Lookup, *, direct: bool) -> None:
         """Ask a peer for what no tier of ours has, if there is anything to ask for.

@@ -12,7 +12,7 @@ from kvstore.config import Config
 from kvstore.core.errors import ConfigError
 from kvstore.core.layout import SlotLayout
 from kvstore.core.segmented import GHOSTS
-from kvstore.core.tier import SlotMemory, Tier
+from kvstore.core.tier import Sharing, SlotMemory, Tier
 from kvstore.core.tiering import Tiering
 from kvstore.core.write_budget import WriteBudget
 from kvstore.handover.peers import Peers
@@ -105,8 +105,10 @@ class Namespaces(dict[str, Namespace]):
         """Make its tiers; none for blocks without a name: they could not be found again."""
         layout, tiers, remote = namespace.layout, list[Tier](), list[Tier]()
         if not layout.unnamed:
-            tiers += self._make_tiers(layout.digest, layout.slot_bytes, namespace)
+            made = self._make_tiers(layout.digest, layout.slot_bytes, namespace)
+            tiers += [tier for tier in made if not isinstance(tier, Sharing)]
             remote += [] if self._peers is None else [self._peers.inlet(namespace)]
+            remote += [tier for tier in made if isinstance(tier, Sharing)]
         return Tiering(
             namespace.manager,
             tiers,

@@ -21,11 +21,12 @@ from concurrent.futures import Future
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvstore.barrier import Barrier
-from kvstore.config import Config, ConfigFile, EngineConfig, PeerConfig
+from kvstore.config import Config, ConfigFile, EngineConfig, ObjectConfig, PeerConfig
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError, InvariantBroken, ProtocolError
 from kvstore.core.tier import SlotMemory, Tier, TierContext
@@ -36,7 +37,7 @@ from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.handover.transfers import Transfers
 from kvstore.listener import Listener
 from kvstore.logs import RateLog
-from kvstore.metrics import NVME
+from kvstore.metrics import NVME, OBJECT
 from kvstore.store import metrics_endpoint
 from kvstore.store.edge_thread import EdgeThread
 from kvstore.store.health import Health
@@ -51,6 +52,10 @@ from kvstore.wire import framing
 from kvstore.wire.credentials import USERS_MAX, peer_process, process_end, trusted
 from tiers import nvme
 from tiers.cpu import CpuMemory
+from tiers.object import open_bucket, tier_of
+
+if TYPE_CHECKING:
+    from tiers.object.bucket import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -160,12 +165,15 @@ class Server:
         first = secrets.randbits(40) << 16
         self._peers = self._make_peers(config.peer, config.engine)
         self._plugins = [Plugin(tier) for tier in config.tiers]
+        self._bucket = self._make_bucket(config.bucket)
         self.health = Health(self._tier_states, systemd, lambda: self.store.sessions.refuses)
         self._disk_ns = self._peers_ns = 0  # when they are polled again though nothing has come
         self.store = Store(
             config, pool, self._make_tiers, self._send, first, self._disk, self._peers
         )
-        self.store.plugins = self._plugins
+        self.store.plugins, self.store.bucket = self._plugins, self._bucket
+        if self._bucket is not None:
+            self.store.namespaces.budgets[OBJECT] = self._bucket.budget
         self.store.not_ready = self.health.not_ready
         self._edge = EdgeThread()
         self._hung_up = False  # SIGHUP came
@@ -195,11 +203,22 @@ class Server:
         log.info("side channel at %s", peers.channel.address)
         return peers
 
+    @staticmethod
+    def _make_bucket(config: ObjectConfig | None) -> Bucket | None:
+        """Make the bucket, where there is one. Raises ConfigError."""
+        if config is None:
+            return None
+        key = None if config.key is None else ClusterKey.read(Path(config.key))
+        return open_bucket(config, None if key is None else key.derived("objects"))
+
     def _make_tiers(self, digest: str, slot_bytes: int, memory: SlotMemory) -> Sequence[Tier]:
         tiers: list[Tier] = []
         if self._disk is not None:
             tiers.append(self._disk.tier(TierContext(NVME, digest, slot_bytes, memory, {})))
         tiers += [plugin.guarded(digest, slot_bytes, memory) for plugin in self._plugins]
+        if self._bucket is not None:
+            context = TierContext(OBJECT, digest, slot_bytes, memory, {})
+            tiers.append(tier_of(context, self._bucket))
         return tiers
 
     def _tier_states(self) -> dict[str, str]:
@@ -240,6 +259,8 @@ class Server:
                 self._peers.close()
             if self._disk is not None:
                 self._disk.close()
+            if self._bucket is not None:
+                self._bucket.close()
             self._pool.close()
             self._listener.close()  # last: whoever comes next finds all of it free
 

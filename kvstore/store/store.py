@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,12 +20,13 @@ from kvstore.core.types import BlockKey, Changes, LeaseId, Slot, StoreOutcome
 from kvstore.handover.jobs import check_ranks
 from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.logs import RateLog, set_level
-from kvstore.metrics import MEMORY, NVME, PEER, Numbers
+from kvstore.metrics import MEMORY, NVME, OBJECT, PEER, Numbers
 from kvstore.store import key_news
 from kvstore.store.asked import Asked, note_stored
 from kvstore.store.drain import DRAIN_CANCEL, DRAIN_NOW, DRAINS, REFUSAL, Drain
 from kvstore.store.extents import Memory
 from kvstore.store.gauges import (
+    bucket_gauges,
     count_step,
     curve_gauges,
     disk_gauges,
@@ -48,6 +50,9 @@ from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tiers.cpu import CpuMemory
 from tiers.nvme import NvmeDisk
+
+if TYPE_CHECKING:
+    from tiers.object.bucket import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +92,7 @@ class Store:
             MEMORY,
             *((NVME,) if config.nvme else ()),
             *(tier.name for tier in config.tiers),
+            *((OBJECT,) if config.bucket else ()),
             *((PEER,) if config.peer else ()),
         )
         self.numbers.start(self._tier_names)
@@ -127,6 +133,7 @@ class Store:
         self.asked = Asked()
         self._around_pins = self._barrier.around("pins")
         self.plugins: Sequence[Plugin] = ()  # whose tiers are in make_tiers
+        self.bucket: Bucket | None = None  # likewise
         self.settings = LiveSettings(config, pool.extent_bytes, self._use)
         self.source: ConfigFile | None = None  # where the settings are from
         self.reload: Callable[[int], None] = _no_file  # reads it, and answers this connection
@@ -455,6 +462,8 @@ class Store:
             self.tokens.clear()
             if self._disk is not None:  # it has more than what was attached since the start
                 self._disk.clear()
+            if self.bucket is not None:
+                self.bucket.cleared = True  # for namespaces that come later
             self._clearing.append(connection)  # it hears when all slots are free
             return
         if query.what == "reload":
@@ -548,6 +557,8 @@ class Store:
             found |= queue_gauges(self.sessions.values(), self.namespaces, lower, self._now_ns)
             if self._disk is not None:
                 found |= disk_gauges(self._disk, self.numbers)
+            if self.bucket is not None:
+                found |= bucket_gauges(self.bucket, self.numbers)
             found |= plugin_gauges(self.plugins)
             found |= curve_gauges(self.namespaces, self._pool, self._disk)
             found |= self.tenants.gauges()
