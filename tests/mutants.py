@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.mutants_fleet import FLEET
 from tests.mutants_operation import OPERATION
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -684,7 +685,10 @@ def _mutant(path: str, tests: str, found: str, instead: str | None = None) -> Mu
 
 
 MUTANTS = tuple(
-    _mutant(path, *line) for path, lines in (*LINES.items(), *OPERATION.items()) for line in lines
+    _mutant(path, *line)
+    for table in (LINES, OPERATION, FLEET)
+    for path, lines in table.items()
+    for line in lines
 )
 
 
