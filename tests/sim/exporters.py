@@ -12,7 +12,6 @@ from typing import cast
 
 import msgspec
 
-from kvstore.core.types import BlockKey
 from kvstore.handover import transfers as t
 from kvstore.handover.runs import Part
 from kvstore.store.store import Store
@@ -233,7 +232,3 @@ class Exporter(Mover):
             self.mapped.discard(extent)
             events.append(t.Unmapped(extent))
         return events
-
-    def spoil(self, keys: Sequence[BlockKey]) -> None:
-        """Let blocks change after they have landed."""
-        self.damage.update(keys)

@@ -69,10 +69,11 @@ class Fleet:
         self.met: Counter[tuple[str, str]] = Counter()
         self.turns = 0
         self._own_faults = 0
-        self._rate = rng.choice((0.002, 0.01, 0.03)) if self.faults else 0.0
-        self._kinds = rng.sample(sorted(FAULTS), rng.choice((2, 4, len(FAULTS))))
+        self._rate = rng.choice((0.01, 0.03, 0.08)) if self.faults else 0.0
+        self._kinds = rng.sample(sorted(FAULTS), rng.choice((3, 6, len(FAULTS))))
         self._aim: Callable[[Fleet], bool] = STATES[AIMS[seed // 2 % len(AIMS)]]
         self._aimed_left = AIMED_MAX
+        self._weights = 1
         self._routed: list[Routed] = []
         self._sent = 0
         self._share = rng.choice((0.5, 0.9))  # of requests, that are handed over
@@ -92,6 +93,11 @@ class Fleet:
 
     def note(self, text: str) -> None:
         self.trace.append(f"{self.clock.ns / MS:9.1f} ms  {text}")
+
+    def weights(self) -> int:
+        """Name the weights that engines take now when theirs change."""
+        self._weights += self.rng.random() < 0.1
+        return self._weights
 
     # The router
 

@@ -126,16 +126,20 @@ def _exporter(fleet: Fleet, rng: random.Random) -> bool:
 
 
 def _spoil(fleet: Fleet, rng: random.Random) -> bool:
-    """Blocks that are fetched change after they have landed."""
+    """Blocks that are under way change after they have landed."""
     node = rng.choice(fleet.nodes)
-    fetches = (
-        [] if node.net.store is None else [f for c in node.consumers() for f in c._fetches.values()]
-    )
-    if not fetches:
+    if node.net.store is None:
         return False
-    keys = rng.choice(fetches).keys
-    node.exporter.spoil(rng.sample(keys, (len(keys) + 1) // 2))
-    return True
+    fetches = [fetch for consumer in node.consumers() for fetch in consumer._fetches.values()]
+    coming = bytes((OFFERED, CLAIMED, MOVING))
+    keys = [
+        key
+        for f in fetches
+        for run in f.states.within(f.all, coming)
+        for key in f.keys[slice(*run)]
+    ]
+    node.exporter.damage.update(rng.sample(keys, (len(keys) + 1) // 2))
+    return bool(keys)
 
 
 def _jump(fleet: Fleet, rng: random.Random) -> bool:

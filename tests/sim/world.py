@@ -49,6 +49,8 @@ STEPS = 500
 BUSY_STEPS = 450  # of these, with faults and without an end of requests
 SETTLE_STEPS = 5_000
 QUIET_TURNS = 3  # after the last request, before a world may be over
+SIZES = ((8, 1), (16, 2), (60, 3))  # of memory: slots of an extent, and how many extents
+SIZES_TO_SHARE = ((16, 2), (60, 3), (60, 3))
 REQUESTS_MAX = 8  # of an engine at one time
 CHECK_TURNS = 4  # from one look at the whole store to the next
 TRACE_LINES = 40
@@ -129,7 +131,9 @@ class World:
         self.truth = Truth() if shared is None else shared.truth
         self._next_request = self._next_weights = 1
         self._arrivals = rng.choice((0.1, 0.3, 0.6))
-        self.churn = seed % 5 == 0  # slots change hands while a slow engine still reads them
+        self.churn = (
+            seed % 5 == 0 and shared is None
+        )  # slots change hands while a slow engine still reads them
         self._fault_rate = rng.choice((0.002, 0.005, 0.02)) if self.faults else 0.0
         self._kinds = rng.sample(KINDS, rng.choice((2, 5, len(KINDS))))
         self._aimed_left = AIMED_MAX
@@ -140,7 +144,8 @@ class World:
         self._shape = make_shape(rng) if shared is None else shared.shape
         if not self._has("priorities"):
             self._shape = msgspec.structs.replace(self._shape, by_priority=False)
-        slots, extents = (8, 1) if self.churn else rng.choice(((8, 1), (16, 2), (60, 3)))
+        sizes = SIZES if shared is None else SIZES_TO_SHARE
+        slots, extents = (8, 1) if self.churn else rng.choice(sizes)
         slots = max(slots, 8 * (len(self._shape.groups) - 1))  # a hit takes one of each group
         self._pool_of = partial(Pool, self.net.fds, extents, slots)
         self.extents, self._memory_bytes = extents, extents * slots * (SLOT_BYTES + 4)
