@@ -25,6 +25,7 @@ from tests.mutants_hints import HINTS
 from tests.mutants_events import EVENTS
 from tests.mutants_late import LATE
 from tests.mutants_object import OBJECT
+from tests.mutants_fleet import FLEET
 from tests.mutants_operation import OPERATION
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -691,6 +692,8 @@ MUTANTS = tuple(
     for path, lines in (*LINES.items(), *OPERATION.items(), *EVENTS.items())
     for path, lines in (*LINES.items(), *OPERATION.items(), *LATE.items())
     for path, lines in (*LINES.items(), *OPERATION.items(), *OBJECT.items())
+    for table in (LINES, OPERATION, FLEET)
+    for path, lines in table.items()
     for line in lines
 )
 

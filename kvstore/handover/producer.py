@@ -70,6 +70,7 @@ class Producer:
         self._peers: dict[int, Peer] = {}
         self._early: dict[int, m.Hello] = {}  # peers that came before the exporter was there
         self.looking = False  # for blocks, and more of them at the next turn
+        self._turned_away: set[int] = set()  # peers of an exporter before; they will hang up
         self.counts: Counter[str] = Counter()
         self.request_leases = RequestLeases(held_bytes_max, self.counts)
 
@@ -85,6 +86,8 @@ class Producer:
             return
         peer = self._peers.get(number)
         if peer is None or peer.closed:
+            if number in self._turned_away:  # said before it heard of that
+                return
             raise ProtocolError(f"{type(message).__name__} before Hello")
         if isinstance(message, m.Want):
             self._want(peer, message, now_ns)
@@ -119,6 +122,7 @@ class Producer:
     def on_closed(self, number: int) -> None:
         """A peer is gone: free what is held for it, once no transfer uses it."""
         self._early.pop(number, None)
+        self._turned_away.discard(number)
         peer = self._peers.get(number)
         if peer is not None:
             peer.closed = True
@@ -148,6 +152,7 @@ class Producer:
         for peer in list(self._peers.values()):
             if not peer.closed:
                 self._send(peer.number, m.Refused(reason, retry=True))
+                self._turned_away.add(peer.number)
                 peer.closed = True
             self._drop(peer)
 
@@ -287,6 +292,7 @@ class Producer:
     def forget(self, number: int) -> None:
         """Have nothing more to do with a peer; what is held for it stays held."""
         self._early.pop(number, None)
+        self._turned_away.discard(number)
         self._peers.pop(number, None)
 
     def _job_of(self, part: Part) -> Job:
