@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.mutants_operation import OPERATION
+from tests.mutants_ops import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 300
@@ -592,7 +593,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "tiers/cpu.py": (
         ("memory_limits -k S5_an_extent", "if wanted + MARGIN_BYTES > left.bytes:"),
-        ("cpu_tier", "if self._used + self.extent_bytes > self.capacity_bytes:"),
+        ("cpu_tier", "if not self.has_room:"),
     ),
     "kvstore/metrics.py": (
         ("metrics -k M3", "self.counts.update(dict.fromkeys(zeros(tiers), 0))"),
@@ -684,7 +685,9 @@ def _mutant(path: str, tests: str, found: str, instead: str | None = None) -> Mu
 
 
 MUTANTS = tuple(
-    _mutant(path, *line) for path, lines in (*LINES.items(), *OPERATION.items()) for line in lines
+    _mutant(path, *line)
+    for path, lines in (*LINES.items(), *OPERATION.items(), *OPS.items())
+    for line in lines
 )
 
 

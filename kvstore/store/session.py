@@ -123,6 +123,7 @@ class Session(msgspec.Struct, eq=False):
     asked_bytes: int = 0  # of the hashes of asks
     answered_ns: list[int] = []  # when what is answered with the next message was asked
     news: News = msgspec.field(default_factory=News)
+    stirred: bool = True  # the next turn visits it
 
     @property
     def subject(self) -> Subject:
@@ -178,6 +179,7 @@ class Session(msgspec.Struct, eq=False):
 
     def heard(self, changes: Changes, on_disk: Changes) -> None:
         """Note for the scheduler half what entered and left memory, and the disk."""
+        self.stirred = True
         news = self.news
         news.added += changes.added
         news.removed += changes.removed
