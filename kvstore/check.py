@@ -24,6 +24,7 @@ from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.side_channel import Channel
 from kvstore.listener import OWN_MODE, TakenError, refuse_group, taken
 from kvstore.memory_limits import MARGIN_BYTES, memory_left
+from kvstore.open_files import DISK_PART, MEMORY_PART, WAY_OUT, extents_max, files_max
 from kvstore.owned_files import writable_folder
 from kvstore.store import metrics_endpoint
 from kvstore.store.plugin_policy import refuse_policy
@@ -132,6 +133,7 @@ def _memory(config: Config) -> Iterator[Finding]:
     else:
         yield Finding(Level.OK, "cpu", text)
     count, rest = divmod(capacity, extent)
+    yield from _extents("cpu", count, extent, MEMORY_PART)
     text = f"{count} extents of {sized(extent)}"
     if rest:
         text += f"; {sized(rest)} of the capacity fill no extent and stay unused"
@@ -170,12 +172,23 @@ def _disk(config: Config) -> Iterator[Finding]:
         free = max(0, usage.free - spare) + held
     except (ConfigError, OSError):
         return  # _refused() has it
+    count = nvme.capacity_bytes // nvme.extent_bytes
+    yield from _extents("nvme", count, nvme.extent_bytes, DISK_PART)
     text = f"{path}: capacity {sized(nvme.capacity_bytes)}, {sized(free)} are free or hold blocks"
     if nvme.capacity_bytes <= free:
         yield Finding(Level.OK, "nvme", text)
         return
     text += f"; it stops growing when {sized(spare)} are left, and the coldest blocks make room"
     yield Finding(Level.NOTE, "nvme", text)
+
+
+def _extents(tier: str, count: int, extent_bytes: int, part: int) -> Iterator[Finding]:
+    """Say how much of a capacity the limit of open files leaves, where that is not all."""
+    most = extents_max(part)
+    if count > most:
+        text = f"{count:,} extents of {sized(extent_bytes)}, of which the limit of {files_max():,}"
+        text += f" open files allows {most:,}, {sized(most * extent_bytes)}: {WAY_OUT}"
+        yield Finding(Level.NOTE, tier, text)
 
 
 def _huge_pages() -> Finding:

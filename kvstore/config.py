@@ -57,6 +57,7 @@ HOSTS_MAX = 256
 RUN_BYTES_MIN = 4096
 RUN_BYTES_MAX = 256 * MIB
 REQUESTS_MAX = 100_000
+FLOORS_PERCENT = 90  # of a tier: what tenants keep in sum
 # Labels that the tiers of the store itself and of the engine have in the metrics.
 RESERVED_TIER_NAMES = ("gpu", "cpu", "nvme", "peer", "object")
 
@@ -303,6 +304,10 @@ class TenantConfig(Section, frozen=True):
     nvme_bytes: Annotated[int | None, Setting(size(0))]
     nvme_floor_bytes: Annotated[int, Setting(size(0), 0)]
 
+    def floor_of(self, tier: str) -> int:
+        """Return what the tenant keeps in "cpu" or "nvme"."""
+        return self.cpu_floor_bytes if tier == "cpu" else self.nvme_floor_bytes
+
 
 N = TypeVar("N", TierConfig, TenantConfig)
 
@@ -406,6 +411,12 @@ def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
         raise ConfigError(f"{source}: {len(tenants)} [[tenant]], expected up to {TENANTS_MAX}")
     for tenant in tenants:
         _refuse_floor(tenant, cpu, nvme, source)
+    for tier, capacity_bytes in (
+        ("cpu", cpu.capacity_bytes),
+        ("nvme", 0 if nvme is None else nvme.capacity_bytes),
+    ):
+        floors = sum(tenant.floor_of(tier) for tenant in tenants)
+        refuse_floors(tier, floors, capacity_bytes, f"{source}: ")
     return Config(server, cpu, engine, nvme, tiers, peer, tenants, bucket)
 
 
@@ -422,6 +433,15 @@ def _refuse_floor(
         if floor > limit:
             where = f"{source}: [[tenant]] {tenant.name} {name}_floor"
             raise ConfigError(f"{where}: expected up to {sized(limit)}, found {sized(floor)}")
+
+
+def refuse_floors(tier: str, floors_bytes: int, capacity_bytes: int, where: str = "") -> None:
+    """Raise ConfigError for tenants that keep so much of a tier that nothing else is stored."""
+    most = capacity_bytes * FLOORS_PERCENT // 100
+    if floors_bytes > most:
+        expected = f"expected up to {sized(most)} in sum, {FLOORS_PERCENT} % of the capacity"
+        found = sized(floors_bytes)
+        raise ConfigError(f"{where}floors of tenants in {tier}: {expected}, found {found}")
 
 
 def _several(kind: type[N], section: str, table: Mapping[str, Any], source: str) -> tuple[N, ...]:

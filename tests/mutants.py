@@ -27,6 +27,7 @@ from tests.mutants_late import LATE
 from tests.mutants_object import OBJECT
 from tests.mutants_fleet import FLEET
 from tests.mutants_operation import OPERATION
+from tests.mutants_ops import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 300
@@ -591,7 +592,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "tiers/cpu.py": (
         ("memory_limits -k S5_an_extent", "if wanted + MARGIN_BYTES > left.bytes:"),
-        ("cpu_tier", "if self._used + self.extent_bytes > self.capacity_bytes:"),
+        ("cpu_tier", "if not self.has_room:"),
     ),
     "kvstore/metrics.py": (
         ("metrics -k M3", "self.counts.update(dict.fromkeys(zeros(tiers), 0))"),
@@ -694,6 +695,7 @@ MUTANTS = tuple(
     for path, lines in (*LINES.items(), *OPERATION.items(), *OBJECT.items())
     for table in (LINES, OPERATION, FLEET)
     for path, lines in table.items()
+    for path, lines in (*LINES.items(), *OPERATION.items(), *OPS.items())
     for line in lines
 )
 

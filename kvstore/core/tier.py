@@ -31,7 +31,8 @@ class Tier(Protocol):
 
     Called from one thread. No method blocks, except drain and close. Failures of a job come
     back in its JobResult; submit raises TierError only for a closed tier. A tier of others that
-    raises anything else is used no more; it is drained and closed then, on another thread.
+    raises anything else is used no more. A tier of others is closed on another thread, drained
+    before, and is not called meanwhile.
     """
 
     name: str  # metric label, unique in the process

@@ -518,7 +518,8 @@ class Tiering:
         for queue in self.queues.values():
             queue.clear()
         for tier in self.sources:
-            tier.drain()
+            if self._under_way[tier.name]:
+                tier.drain()
         self.poll(self._now_ns)
         for tier in self.sources:
             tier.close()

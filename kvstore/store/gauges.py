@@ -142,11 +142,9 @@ def disk_gauges(disk: NvmeDisk, numbers: Numbers) -> dict[tuple[str, ...], float
         found["kvstore_tiers", NVME, state] = float(disk.state == state)
     for what, seconds in disk.stalled_s.items():
         found["kvstore_tier_stalled_seconds", NVME, what] = seconds
+    for (digest, event), count in disk.attached.take_counts().items():
+        numbers.add("kvstore_tier_blocks", numbers.label_of(digest), NVME, event, by=count)
     for space in disk.spaces:
-        told = numbers.label_of(space.digest)
-        for event, count in space.counts.items():
-            numbers.add("kvstore_tier_blocks", told, NVME, event, by=count)
-        space.counts.clear()
         if not space.total:
             continue  # nothing of it is here, and there may have been many
         label = space.digest[:LABEL_DIGITS]

@@ -76,7 +76,6 @@ class Namespace:
         """
         self.layout = layout
         self._numbers = numbers
-        self.label = numbers.open_namespace(layout.digest)
         self.generations = Generations()
         evicted = _ghosts(remembered_bytes // layout.slot_bytes)
         self.manager = Manager(
@@ -91,9 +90,10 @@ class Namespace:
         self.curve = HitCurve()
         self.hash_bytes = 0  # of a block's hash, once an engine has asked for one
         self._tokens = tokens
-        self.tiering = make_tiering(self)
+        self.tiering = make_tiering(self)  # which may refuse
         if tokens is not None and self.tiering.describing is not None:
             self.tiering.describing.describe(self.tokens_of)
+        self.label = numbers.open_namespace(layout.digest)
         self.around_tiers = Ended(lambda _: False)  # ends what they raise, in a store
         self.engines = Engines()
         self.extents: dict[int, Mapping] = {}
@@ -176,6 +176,8 @@ class Namespace:
         """Start using an extent's slots."""
         mapping.state = "live"
         self.manager.slots.add([Slot(slot) for slot in self.slots_of(mapping)])
+        for session in self.sessions.values():
+            session.stirred = True  # it may have more credits
 
     @property
     def has_live(self) -> bool:

@@ -136,6 +136,7 @@ class Session(msgspec.Struct, eq=False):
     keys: KeyNews = msgspec.field(default_factory=KeyNews)
     snapshot: SnapshotPages | None = None
     page_due: bool = False  # it waits for the next one
+    stirred: bool = True  # the next turn visits it
 
     @property
     def subject(self) -> Subject:
@@ -191,6 +192,7 @@ class Session(msgspec.Struct, eq=False):
 
     def heard(self, changes: Changes, on_disk: Changes) -> None:
         """Note for the scheduler half what entered and left memory, and the disk: net changes."""
+        self.stirred = True
         self.keys.entered(changes.added, MEMORY)
         self.keys.left(changes.removed, MEMORY)
         if self.events:

@@ -14,7 +14,7 @@ import os
 
 from kvstore.config import EngineConfig
 from kvstore.core import limits
-from kvstore.core.errors import KVStoreError, ProtocolError
+from kvstore.core.errors import KVStoreError, NotYet, ProtocolError
 from kvstore.core.layout import slot_layout
 from kvstore.logs import RateLog, Subject
 from kvstore.store.endings import Endings
@@ -136,7 +136,8 @@ class Sessions(dict[str, Session]):
         except KVStoreError as exc:
             self._said.warn("engines refused", "%s refused: %s", session.subject, exc)
             for connection in session.connections():
-                self._send(connection, p.Refused(str(exc), retry=False), None)
+                retry = isinstance(exc, NotYet)
+                self._send(connection, p.Refused(str(exc), retry=retry), None)
             self.end(session, "refused", str(exc))
             return
         session.namespace = namespace
@@ -291,10 +292,13 @@ class Sessions(dict[str, Session]):
         if namespace.layout.unnamed:
             namespace.manager.clear()  # nothing can ask for them any more
 
-    def tick(self, now_ns: int) -> None:
-        """Bury sessions whose processes have ended; say how many lines were left out of the log."""
-        for session in self.endings.take():
+    def bury_ended(self, now_ns: int) -> None:
+        """Bury sessions whose processes have ended."""
+        for session in self.endings.take() if self.endings else ():
             if not session.workers:
                 self._bury(session, now_ns)
+
+    def tick(self) -> None:
+        """Say how many lines were left out of the log."""
         self._said.tick()
         self._lives.tick()

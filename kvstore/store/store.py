@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvstore.barrier import Barrier
-from kvstore.config import Config, ConfigFile
+from kvstore.config import Config, ConfigFile, TenantConfig
 from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.core.types import BlockKey, Changes, LeaseId, Slot, StoreOutcome
 from kvstore.handover.jobs import check_ranks
@@ -62,6 +62,7 @@ QUERIES = (
     *("pin", "unpin", "warm", "record"),
     *DRAINS,
 )
+SELDOM_NS = 10_000_000  # between two looks at what is not known to have changed
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
 
 OfPeers = p.Arrived | p.Target | p.BlocksWritten | p.Serves
@@ -100,7 +101,7 @@ class Store:
         self._engines: list[EngineStatus] = []  # as gauges: never changed, but replaced
         self.not_ready: Callable[[], Sequence[str]] = tuple  # says why not
         self._send = send
-        self._now_ns = 0
+        self._now_ns = self._seldom_ns = 0
         self._said = RateLog(log, lambda: self._now_ns)
         self._barrier = Barrier(self._said, self.met_a_bug)
         self._around_extents = self._barrier.around("the extents of namespaces")
@@ -126,7 +127,7 @@ class Store:
         self.tenants = Tenants(disk=disk is not None)
         if disk is not None:
             disk.tenants = self.tenants.shares[NVME]
-        self.tenants.use(config.tenants)
+        self.tenants.use(_capacities(config), config.tenants)
         self.pins = Pins(self.namespaces, self._lookups, self.tenants, self._said)
         self.pins.use(config.engine.pinned_bytes)
         self._recorder = Recorder()
@@ -138,10 +139,13 @@ class Store:
         self.source: ConfigFile | None = None  # where the settings are from
         self.reload: Callable[[int], None] = _no_file  # reads it, and answers this connection
 
-    def _use(self, config: Config) -> None:
-        """Run with other settings, of which those that are live have changed."""
-        self.tenants.use(config.tenants)  # first: it may refuse them
-        self._engine = config.engine
+    def _use(self, config: Config, tenants: Sequence[TenantConfig] | None) -> None:
+        """Run with other settings, of which those that are live have changed.
+
+        tenants: those of a file that was read again; None: the limits that they have stay.
+        """
+        self.tenants.use(_capacities(config), tenants)  # first: it may refuse them
+        self._engine, self._seldom_ns = config.engine, 0
         self._lookups.use(config.engine)
         self.sessions.use(config.engine)
         self.namespaces.use(config)
@@ -190,14 +194,17 @@ class Store:
             self.sessions.turn_away(connection, "internal", what)
 
     def _on_late(self, session: Session, connection: int, message: framing.Message) -> None:
-        """Act on a message in a session that ends: an engine may not have heard of that yet."""
+        """Act on a message in a session that ends: an engine may not have heard of that yet.
+
+        What its workers have copied until then is stored.
+        """
         if isinstance(message, p.Hello | p.Query):
             raise ProtocolError(f"{type(message).__name__} in a session that ends")
-        if isinstance(message, p.BlocksWritten):
+        if isinstance(message, p.BlocksWritten | p.Stored):
             self._dispatch(session, connection, message)
 
     def _dispatch(self, session: Session, connection: int, message: framing.Message) -> None:
-        namespace = session.namespace
+        namespace, session.stirred = session.namespace, True
         if namespace is None:
             raise ProtocolError(f"{type(message).__name__} before Welcome")
         if isinstance(message, p.Step):
@@ -233,7 +240,7 @@ class Store:
     def on_tick(self, now_ns: int) -> None:
         """After every batch of messages, and at least a few times a second."""
         self._now_ns = now_ns
-        self._history.tick(now_ns)
+        seldom = now_ns >= self._seldom_ns
         visited = self.namespaces.visited(now_ns)
         with self._around_extents:
             for connection in self._memory.tick(self.namespaces, visited, now_ns):
@@ -242,18 +249,25 @@ class Store:
                     why = "its memory is needed, or was not mapped in time"
                     self.sessions.end(session, "memory", why)
         self._barrier.each(visited, self._tick_namespace, self._give_up, _named)
-        sessions = [s for s in self.sessions.values() if s.phase is not Phase.ENDING]
+        some = [s for s in self.sessions.values() if s.stirred or seldom]
+        sessions = [session for session in some if session.phase is not Phase.ENDING]
         self._barrier.each(sessions, self._tick_session, self._end_of_bug, _turns_of)
-        with self._around_pins:
-            self.pins.tick(now_ns)
-        with self._around_drain:
-            self.drain.tick()
+        if self.pins.due_ns <= now_ns:
+            with self._around_pins:
+                self.pins.tick(now_ns)
+        if self.drain.active:
+            with self._around_drain:
+                self.drain.tick()
         if self._clearing and not any(n.manager.clearing for n in self.namespaces.awake):
             waiting, self._clearing = self._clearing, []
             for connection in waiting:
                 self._report(connection)
-        self._said.tick()
-        self.sessions.tick(now_ns)
+        self.sessions.bury_ended(now_ns)
+        if seldom:
+            self._seldom_ns = now_ns + SELDOM_NS
+            self._history.tick(now_ns)
+            self._said.tick()
+            self.sessions.tick()
 
     def met_a_bug(self) -> None:
         """Count a bug that cost something."""
@@ -269,11 +283,13 @@ class Store:
         self.sessions.end(session, "internal", BUG)
 
     def _tick_session(self, session: Session) -> None:
+        session.stirred = session.phase is Phase.JOINING
         if session.phase is Phase.JOINING:
             self.sessions.activate(session)
         if session.phase is Phase.ACTIVE:
             if session.asks:
                 session.news.granted += self._lookups.retry(session, self._now_ns)
+                session.stirred = True
             if session.namespace is not None:
                 self._grant_credits(session, session.namespace)
         for asked_ns in session.answered_ns:
@@ -307,9 +323,10 @@ class Store:
             for session in namespace.sessions.values():
                 self._lookups.lease_ended(session, namespace, lease_id)
         on_disk = Changes()
-        with namespace.around_tiers:
-            namespace.tiering.poll(self._now_ns)
-            on_disk = namespace.tiering.take_changes()
+        if namespace.tiering.sources:
+            with namespace.around_tiers:
+                namespace.tiering.poll(self._now_ns)
+                on_disk = namespace.tiering.take_changes()
         manager.clear_some()
         shares = self.tenants.shares[MEMORY]
         if shares:
@@ -317,19 +334,11 @@ class Store:
             namespace.over_quota = manager.tend_tenants(shares, slot_bytes)
         changes = manager.take_changes()
         if any((changes.added, changes.removed, on_disk.added, on_disk.removed)):
-            net = key_news.net_of(changes), key_news.net_of(on_disk)
-            for session in namespace.sessions.values():
-                if session.phase is Phase.ACTIVE:
-                    session.heard(*net)
-        if changes.removed:
-            self.pins.removed(changes.removed)
-        if changes.added:
-            note_stored(namespace, changes.added)
-        with namespace.around_tiers:
-            namespace.tiering.changed(changes)
-        if namespace.unused and self._now_ns - namespace.used_ns >= FORGET_NS:
-            self._forget(namespace)
-        self.namespaces.settle(namespace)
+            _tell(namespace, self.pins, changes, on_disk)
+        if not namespace.sessions:  # with one it is awake, and used
+            if namespace.unused and self._now_ns - namespace.used_ns >= FORGET_NS:
+                self._forget(namespace)
+            self.namespaces.settle(namespace)
 
     def _forget(self, namespace: Namespace) -> None:
         """Give an unused namespace's memory back, and forget it once that has happened."""
@@ -355,6 +364,7 @@ class Store:
             slots = manager.prepare_store(min(short, len(manager.slots.free)) if growing else short)
             session.granted.update(slots)
             session.news.credits.extend(slots)
+            session.stirred |= len(slots) < short
 
     # Lookups
 
@@ -579,6 +589,26 @@ class Store:
         """Tell every engine that the store is shutting down."""
         for session in self.sessions.values():
             self.sessions.end(session, "shutdown", "the store is shutting down", calm=True)
+
+
+def _tell(namespace: Namespace, pins: Pins, changes: Changes, on_disk: Changes) -> None:
+    """Blocks have entered and left memory and the disk: tell whom it concerns."""
+    net = key_news.net_of(changes), key_news.net_of(on_disk)
+    for session in namespace.sessions.values():
+        if session.phase is Phase.ACTIVE:
+            session.heard(*net)
+    if changes.removed:
+        pins.removed(changes.removed)
+    if changes.added:
+        note_stored(namespace, changes.added)
+    with namespace.around_tiers:
+        namespace.tiering.changed(changes)
+
+
+def _capacities(config: Config) -> dict[str, int]:
+    """Return the capacities of tiers, by name."""
+    disk = {} if config.nvme is None else {NVME: config.nvme.capacity_bytes}
+    return {MEMORY: config.cpu.capacity_bytes, **disk}
 
 
 def _no_file(_connection: int) -> None:

@@ -393,6 +393,11 @@ class DiskNamespace(ExtentSlots):
         slices = self._sinking or self._emptying or self._dismantling
         return not (slices or self.pending or self.growing or self.retiring)
 
+    @property
+    def unused(self) -> bool:
+        """Tell whether no tier uses it, and nothing of it is on disk; at rest."""
+        return not (self.attached or self.extents or self.loading)
+
     # Durability
 
     @property

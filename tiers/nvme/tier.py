@@ -219,6 +219,7 @@ class NvmeTier:
             self.closed = True
             self.space.attached -= 1
             self.space.index.changes = None  # take_changes() is not called any more
+            self._disk.attached.wake(self.space)  # which may be forgotten now
 
     # Loads
 
