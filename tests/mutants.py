@@ -21,11 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mutants_hints import HINTS
 from tests.mutants_events import EVENTS
+from tests.mutants_fleet import FLEET
+from tests.mutants_hints import HINTS
 from tests.mutants_late import LATE
 from tests.mutants_object import OBJECT
-from tests.mutants_fleet import FLEET
 from tests.mutants_operation import OPERATION
 from tests.mutants_ops import OPS
 
@@ -689,13 +689,8 @@ def _mutant(path: str, tests: str, found: str, instead: str | None = None) -> Mu
 
 MUTANTS = tuple(
     _mutant(path, *line)
-    for path, lines in (*LINES.items(), *OPERATION.items(), *HINTS.items())
-    for path, lines in (*LINES.items(), *OPERATION.items(), *EVENTS.items())
-    for path, lines in (*LINES.items(), *OPERATION.items(), *LATE.items())
-    for path, lines in (*LINES.items(), *OPERATION.items(), *OBJECT.items())
-    for table in (LINES, OPERATION, FLEET)
+    for table in (LINES, OPERATION, EVENTS, FLEET, HINTS, LATE, OBJECT, OPS)
     for path, lines in table.items()
-    for path, lines in (*LINES.items(), *OPERATION.items(), *OPS.items())
     for line in lines
 )
 

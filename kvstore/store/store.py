@@ -296,6 +296,7 @@ class Store:
             self.numbers.observe("kvstore_lookup_seconds", (self._now_ns - asked_ns) / 1e9)
         session.answered_ns.clear()
         session.turn_page()
+        session.stirred |= session.page_due
         answers = session.take_news()
         if answers is not None and session.scheduler is not None:
             self._send(session.scheduler, answers, None)
