@@ -47,15 +47,10 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if self._closed or (self.health.off and not trial):",
         ),
         ("object_tier -k Q72_a_bucket", "if self.health.off and self.health.reads.may_try(now_s):"),
-        (
-            "object_tier -k Q72_a_bucket",
-            '"timeout": timedelta(seconds=timeout_s)',
-            '"timeout": timedelta(seconds=900)',
-        ),
         ("object_tier -k Q74_a_day", "or not self.budget.left(now_ns)", ""),
         ("object_tier -k Q74_a_second", "if self._left < 1:"),
         ("object_tier -k Q74_a_second", " or not self._rate.take(now_ns)", ""),
-        ("object_tier -k Q71_a_damaged", "if size != request.size:", "if size < request.size:"),
+        ("object_tier -k Q71_an_object", "if size != request.size:", "if size < request.size:"),
     ),
     "tiers/object/known.py": (
         ("object_tier -k Q74_what_is_known", "while len(self._places) > BLOCKS_MAX:"),

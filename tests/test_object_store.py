@@ -150,8 +150,10 @@ def test_Q70_a_request_that_keeps_off_the_disk_is_not_put(s3: S3Server, tmp_path
         chain = hashes(4, "private")
         attached.put(chain, off_disk=True)
         eventually(lambda: read(attached, chain)[0] == 4)
+        eventually(lambda: numbers(a)["tier_blocks{late}"] + len(s3.names()) >= RUN)
         share(attached, s3, hashes(4, "public"))
-        assert len(s3.names()) == 2
+    with live(tmp_path / "b", s3.endpoint) as b, engine(b) as second:
+        assert read(second, chain) == (0, {})
 
 
 def test_Q72_a_server_that_freezes_or_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

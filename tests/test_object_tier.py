@@ -31,7 +31,7 @@ from tests.harness.s3 import CREDENTIALS, URL, Proxy, S3Server
 from tiers.object import bucket as of_bucket
 from tiers.object import health as of_health
 from tiers.object import tier as of_tier
-from tiers.object.bucket import Bucket
+from tiers.object.bucket import Bucket, Request
 from tiers.object.format import Run
 from tiers.object.tier import ObjectTier
 
@@ -275,6 +275,23 @@ def test_Q71_a_damaged_object_is_a_miss_and_deleted(
         assert rig.bucket.counts["get_corrupt"] == 1
 
 
+def test_Q71_an_object_of_another_length_is_not_read(s3: S3Server) -> None:
+    """No memory is taken for it."""
+    taken: list[int] = []
+    ended: list[Request] = []
+
+    def take(data: memoryview) -> None:
+        taken.append(len(data))
+
+    obstore.put(s3.client, "v1/long", bytes(100))
+    with Rig(s3.endpoint) as rig:
+        for size in (50, 200, 100):
+            rig.bucket.submit(Request("get", "v1/long", ended.append, size, take=take))
+        rig.until(lambda: len(ended) == 3)
+    assert sorted(request.outcome for request in ended) == ["corrupt", "corrupt", "ok"]
+    assert taken == [100]
+
+
 def test_Q72_an_object_that_has_expired_is_a_miss(s3: S3Server) -> None:
     path = chain(8)
     with Rig(s3.endpoint) as rig:
@@ -434,6 +451,7 @@ def test_Q77_after_a_clear_nothing_of_before_is_used(s3: S3Server) -> None:
         other.put(path, 8)
         rig.tier.clear()
         assert rig.search(path, 8) == 0
+        assert not rig.bucket.counts.total()  # nothing is asked for
         assert len(s3.names()) == 2
         assert rig.put(path, 8) == 2
         assert rig.bucket.counts["put_ok"] == 2
