@@ -21,7 +21,7 @@ python=${PYTHON:-python3}
 failed=0
 
 # The root conftest serves tests with engines and stores, which need more packages than these do.
-timeout 200 "$python" -m pytest --confcutdir=tests/gpu -q --maxfail=40 -W default -m gpu tests/gpu \
+timeout 300 "$python" -m pytest --confcutdir=tests/gpu -q --maxfail=40 -W default -m gpu tests/gpu \
     --junitxml="$out/tests.xml" 2>&1 | tee "$out/tests.txt" || failed=$?
 
 bench() { # FILE SECONDS ARGUMENTS...
