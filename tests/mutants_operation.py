@@ -36,7 +36,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/store/live_settings.py": (
         ("reload -k Q21", "if capacity_bytes < self._extent_bytes:"),
-        ("reload -k Q21_what", "self._use(config)"),
+        ("reload -k Q21_what", "self._use(config, tenants)"),
     ),
     "kvstore/store/drain.py": (
         ("drain -k Q25", "namespace.tiering.enqueue_lacking(part)"),

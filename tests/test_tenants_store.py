@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +200,38 @@ def test_S2_an_engine_that_names_a_tenant_wrongly_loses_its_session_only(
         put(good, "a", "mine", 1)
         eventually(lambda: here(good, "a", "mine", 1) == 1)
         assert [each.tenant for each in admin.quotas(store.path)] == ["a"]
+
+
+def test_Q42_floors_that_leave_no_room_are_refused(tmp_path: Path) -> None:
+    """When tenants keep all of a tier, nothing is stored there any more."""
+    keeps = re.escape("floors of tenants in cpu: expected up to 14.4 MiB in sum, 90 % of the ")
+    with pytest.raises(ConfigError, match=f"{keeps}capacity, found 15 MiB"):
+        settings(tmp_path, {"name": "a", "cpu_floor": "8MiB"}, {"name": "b", "cpu_floor": "7MiB"})
+    disk = {"name": "a", "nvme_floor": "120MiB"}
+    with pytest.raises(ConfigError, match=r"floors of tenants in nvme: expected up to 115\.2 MiB"):
+        settings(tmp_path, disk, disk=True)
+    half = {"name": "a", "cpu_floor": "8MiB"}
+    with LiveStore(settings(tmp_path, half)) as store:
+        tenants, live = store.server.store.tenants, store.server.store.settings
+        tenants.limit("b", "cpu", None, 6 * MIB)
+        with pytest.raises(ConfigError, match=f"{keeps}capacity, found 15 MiB"):
+            tenants.limit("b", "cpu", None, 7 * MIB)
+        with pytest.raises(ConfigError, match=f"{keeps}capacity, found 16 MiB"):
+            live.take_over(settings(tmp_path, {"name": "a", "cpu_floor": "10MiB"}))
+        found = {each.tenant: each.floor_bytes for each in tenants.every()}
+        assert found == {"a": 8 * MIB, "b": 6 * MIB}, "nothing has changed"
+        live.resize("cpu", 64 * MIB)
+        tenants.limit("b", "cpu", None, 40 * MIB)
+        with pytest.raises(ConfigError, match=r"expected up to 28\.8 MiB in sum"):
+            live.resize("cpu", 32 * MIB)
+
+
+def test_Q41_a_resize_leaves_limits_that_were_set_at_run_time(tmp_path: Path) -> None:
+    """They were those of the file again."""
+    with LiveStore(settings(tmp_path, {"name": "a", "cpu": "5MiB"})) as store:
+        tenants, live = store.server.store.tenants, store.server.store.settings
+        tenants.limit("a", "cpu", 3 * MIB, MIB)
+        live.resize("cpu", 32 * MIB)
+        assert [tuple(each) for each in tenants.every()] == [("a", "cpu", 0, 3 * MIB, MIB)]
+        live.take_over(live.running)
+        assert [tuple(each) for each in tenants.every()] == [("a", "cpu", 0, 5 * MIB, 0)]

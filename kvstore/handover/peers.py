@@ -266,7 +266,8 @@ class Peers:
 
     def wait_s(self, now_ns: int) -> float:
         """Return when to call poll() at the latest; infinity: when the descriptor says so."""
-        if self.exported.settled or (not self.off and self.channel.waiting):
+        waiting = self.channel.waiting or self.producer.looking
+        if self.exported.settled or (waiting and not self.off):
             return 0.0
         if self.off:
             return math.inf

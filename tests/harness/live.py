@@ -142,6 +142,7 @@ class LiveEngine:
         self.worker.send(p.Hello(*who, geometry=geometry, direct=direct))
         self.scheduler.send(p.Hello(p.VERSION, name, "scheduler", 0, 1, 4, events=events))
         self.credits: list[int] = []
+        self._unheard: list[p.Answers] = []  # that brought credits
         self._maps: list[tuple[p.Extent, mmap.mmap]] = []
         self._page_bytes, self.geometry = page_bytes, geometry
         self._asks = 0
@@ -181,7 +182,9 @@ class LiveEngine:
         """Store a request's blocks; their bytes follow from their hashes."""
         for index, block in enumerate(chain):
             while not self.credits:
-                self.credits.extend(from_u32(self.scheduler.take(p.Answers).credits))
+                answers = self.scheduler.take(p.Answers)
+                self.credits.extend(from_u32(answers.credits))
+                self._unheard.append(answers)
             slot = self.credits.pop(0)
             memory, at = self._place(slot)
             memory[at : at + self._page_bytes] = self.content(block)
@@ -189,6 +192,14 @@ class LiveEngine:
             keys = (make_key(block, 0),)
             slots, parents = u32([slot]), (parent,)
             self.worker.send(p.Stored(slots, keys, parents, True, 0.001, off_disk=off_disk))
+
+    def hear(self) -> p.Answers:
+        """Return the next message to the scheduler half, also one that brought credits before."""
+        if self._unheard:
+            return self._unheard.pop(0)
+        answers = self.scheduler.take(p.Answers)
+        self.credits.extend(from_u32(answers.credits))
+        return answers
 
     def ask(self, chain: Sequence[bytes], **how: Any) -> p.Granted:  # noqa: ANN401 - of Lookup
         self._asks += 1

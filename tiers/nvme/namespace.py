@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from tiers.nvme.messages import (
     VALUE,
     Page,
     row_format,
+    token_row,
 )
 
 POSITION = 0xFFFFFFFF  # in a place: extent << 32 | position
@@ -193,6 +194,7 @@ class DiskNamespace(ExtentSlots):
         self.to_put: list[Record] = []  # READY, in the order in which they became so
         self.to_delete: list[Record] = []  # DROPPED, and in the index file
         self.leaving = 0  # DROPPED, and not free yet
+        self.tokens_of: Callable[[BlockKey], bytes] = lambda _: b""
         self._before: set[BlockKey] = set()  # could be read before the directory was closed
 
     # Records
@@ -345,6 +347,7 @@ class DiskNamespace(ExtentSlots):
         """Go on for a space whose directory was closed: what it had forgotten stays so."""
         self.counts.update(old.counts)
         self.index.changes = old.index.changes
+        self.tokens_of = old.tokens_of
         self._before = old._before
         old.index.let_go()
         self._dismantling.append(self._dismantle(old.index))
@@ -390,6 +393,11 @@ class DiskNamespace(ExtentSlots):
         slices = self._sinking or self._emptying or self._dismantling
         return not (slices or self.pending or self.growing or self.retiring)
 
+    @property
+    def unused(self) -> bool:
+        """Tell whether no tier uses it, and nothing of it is on disk; at rest."""
+        return not (self.attached or self.extents or self.loading)
+
     # Durability
 
     @property
@@ -430,6 +438,11 @@ class DiskNamespace(ExtentSlots):
         """Return what the index file keeps of a record."""
         parent = NOWHERE if record.parent is None else record.parent.slot
         return VALUE.pack(record.slot, parent, record.generation, record.checksum, self.slot_bytes)
+
+    def token_rows(self, puts: Iterable[Record]) -> list[tuple[int, bytes]]:
+        """Return what the index file keeps of records' token ids, where these are known."""
+        found = ((record, self.tokens_of(record.key)) for record in puts)
+        return [(r.generation, token_row(r.key, tokens)) for r, tokens in found if tokens]
 
     def committed(self, puts: list[Record], deletes: list[Record], *, ok: bool) -> None:
         """End a commit; one that failed is tried again."""
