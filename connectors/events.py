@@ -64,7 +64,7 @@ class BlockEvents:
         self._described: dict[bytes, _Described] = {}  # by hash, the oldest first
         self._described_max = max(1, TOKENS_MAX // geometry.block_tokens)
         self._asked: dict[bytes, tuple[EngineRequest, int]] = {}  # by hash: request and its block
-        self.next_hash: NextHash | None = None  # without one no snapshot is asked for
+        self.next_hash: NextHash | None = None  # none: what was there before is not published
         self._stored = 0  # blocks, since the last events were taken
         self._published: dict[bytes, bytes] = {}  # last hash of a block: all of its hashes
         self._published_max = max(1, HASHES_MAX // self._every)

@@ -31,7 +31,7 @@ from typing import Any
 
 from connectors.compute_pace import ComputePace
 from connectors.engine_interface import BlockTable, EngineCache, EngineRequest, Geometry, Step
-from connectors.events import BlockEvent, BlockEvents, NextHash
+from connectors.events import BlockEvent, BlockEvents
 from connectors.kv_transfer_params import NO_REMOTE, NO_TRANSFER, Transfer
 from connectors.late_stores import LateStores
 from connectors.load_planner import CPU, LoadPlanner, why_missed
@@ -87,13 +87,13 @@ class SchedulerHalf:
         self._ended: set[str] = set()  # requests that have ended since
         self._tokens_left: dict[str, int] = {}  # to compute until a block can be complete
         self._final_stores: list[StoreJob] = []  # of requests that have ended
-        self._events = BlockEvents(geometry, client)
+        self.events = BlockEvents(geometry, client)
         self._lookups = RequestLookups(
-            geometry, client, self._requests, self._events, direct=transfer.direct
+            geometry, client, self._requests, self.events, direct=transfer.direct
         )
         self._pace: ComputePace | None = None
         self._loads = LoadPlanner(geometry, client, shares_prefixes=shares_prefixes)
-        self._stores = StorePlanner(geometry, client, world, self._events)
+        self._stores = StorePlanner(geometry, client, world, self.events)
         self._late: LateStores | None = None
         self._hand_overs = HandOvers(geometry, client, self._stores, transfer, world=world)
 
@@ -434,7 +434,7 @@ class SchedulerHalf:
         self._untracked.pop(request_id, None)
         if tracked is None:
             return False
-        self._events.ended(tracked.request)
+        self.events.ended(tracked.request)
         if tracked.phase is Phase.RUNNING and not self._may_be_undone(tracked):
             self._store_last(tracked, table)
         self._final_stores.extend(self._stores.take_jobs())
@@ -477,13 +477,9 @@ class SchedulerHalf:
             tracked.cursor = NEVER  # until the engine allocates afresh: its blocks are of before
         return not any(t.phase is Phase.LOADING for t in self._requests.values())
 
-    def hash_events_with(self, next_hash: NextHash) -> None:
-        """Publish what was in the tiers before: by this hash its token ids are found right."""
-        self._events.next_hash = next_hash
-
     def take_events(self) -> list[BlockEvent]:
         """Return what entered and left the tiers, of blocks of the current scope and the tenant."""
-        return list(self._events.take(self._scope + self.tag))
+        return list(self.events.take(self._scope + self.tag))
 
     def take_stats(self) -> Counter[str]:
         """Return what was counted since the last call."""

@@ -165,7 +165,7 @@ def start_half(
     if not settings.always_load:
         half.prefer_computing(ComputePace(monotonic_ns))
     half.tag = settings.policy.tag
-    half.hash_events_with(next_hash_of(config.cache_config.prefix_caching_hash_algo))
+    half.events.next_hash = next_hash_of(config.cache_config.prefix_caching_hash_algo)
     return half
 
 

@@ -143,7 +143,7 @@ def test_O16_what_comes_up_for_a_request_has_its_tokens() -> None:
     script.half.request_finished("o", ())
     assert happened(script, added=[script.key(other, 0)]) == []
     assert script.half.take_stats()["events_untold"] == 1
-    assert not script.half._events._asked, "nothing stays of requests that are gone"
+    assert not script.half.events._asked, "nothing stays of requests that are gone"
 
 
 def test_O16_what_this_engine_has_no_tokens_of_is_counted_not_told() -> None:
@@ -193,7 +193,7 @@ def test_O16_what_is_remembered_for_events_is_bounded(monkeypatch: pytest.Monkey
         request = Request(f"r{number}", 48, f"r{number}")
         run(script, request, [[1, 2, 3], [1, 2], [1, 2]])
         names.append(script.key(request, 0))
-    told = script.half._events
+    told = script.half.events
     assert len(told._described) == 2
     assert len(happened(script, added=names)) == 5, "they are here yet, and were asked for"
     assert len(told._described) == len(told._published) == 2
@@ -253,8 +253,8 @@ def test_O16_an_engine_without_events_remembers_nothing() -> None:
     script, request = Script(), Request("r", 40)
     run(script, request)
     assert happened(script, added=[script.key(request, 0)]) == []
-    assert not script.half._events._described
-    assert not script.half._events._asked
+    assert not script.half.events._described
+    assert not script.half.events._asked
     assert script.client.take_changes(10) == []
 
 

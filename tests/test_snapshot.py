@@ -260,7 +260,7 @@ def named(count: int, hash_tokens: int = TOKENS) -> Request:
 def listening(geometry: object = None) -> Script:
     script = Script() if geometry is None else Script(TWO)
     script.client.collect_events = True
-    script.half.hash_events_with(next_hash)
+    script.half.events.next_hash = next_hash
     script.keeps_tokens = True
     script.client.detach("to hear the welcome")
     script.attach()
@@ -357,5 +357,5 @@ def test_O27_without_the_stores_token_ids_what_was_there_is_counted() -> None:
     script.client.detach("to hear the welcome")
     script.attach()
     assert script.half.take_stats()["events_untold"] == 12
-    script.half.hash_events_with(next_hash)
+    script.half.events.next_hash = next_hash
     assert asked(script) == []

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tiers.nvme.index import Record
-from tiers.nvme.messages import Commit
+from tiers.nvme.messages import Commit, token_row
 from tiers.nvme.namespace import DiskNamespace
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Commits:
             clean=clean,
         )
         if self._disk.keeps_tokens:
-            changes.tokens = {s.digest: s.token_rows(puts) for s, puts, _ in batches if puts}
+            changes.tokens = {s.digest: _token_rows(s, puts) for s, puts, _ in batches if puts}
             changes.tokens_gone = {
                 s.digest: [r.generation for r in gone] for s, _, gone in batches if gone
             }
@@ -104,3 +104,9 @@ class Commits:
             space.committed(puts, deletes, ok=error is None)
         if error is not None:
             self._disk.write_failed("a commit", error, now_s)
+
+
+def _token_rows(space: DiskNamespace, puts: list[Record]) -> list[tuple[int, bytes]]:
+    """Return what the index file keeps of records' token ids, where these are known."""
+    found = ((record, space.tokens_of(record.key)) for record in puts)
+    return [(r.generation, token_row(r.key, tokens)) for r, tokens in found if tokens]

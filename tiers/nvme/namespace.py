@@ -32,7 +32,6 @@ from tiers.nvme.messages import (
     VALUE,
     Page,
     row_format,
-    token_row,
 )
 
 POSITION = 0xFFFFFFFF  # in a place: extent << 32 | position
@@ -438,11 +437,6 @@ class DiskNamespace(ExtentSlots):
         """Return what the index file keeps of a record."""
         parent = NOWHERE if record.parent is None else record.parent.slot
         return VALUE.pack(record.slot, parent, record.generation, record.checksum, self.slot_bytes)
-
-    def token_rows(self, puts: Iterable[Record]) -> list[tuple[int, bytes]]:
-        """Return what the index file keeps of records' token ids, where these are known."""
-        found = ((record, self.tokens_of(record.key)) for record in puts)
-        return [(r.generation, token_row(r.key, tokens)) for r, tokens in found if tokens]
 
     def committed(self, puts: list[Record], deletes: list[Record], *, ok: bool) -> None:
         """End a commit; one that failed is tried again."""
