@@ -41,22 +41,23 @@ class Served:
         self.store = store
         self.groups = GROUPS[name]
         self._endpoint = f"ipc://{folder / 'events'}"
+        self._model = model
+        self._start()
+
+    def _start(self) -> None:
+        # A new one for each engine: one of before connects to it again, but was sent nothing.
         self._subscription: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._subscription.connect(self._endpoint)
         self._subscription.subscribe(b"")
-        self._model = model
-        self.engine = self._start()
-
-    def _start(self) -> Engine:
         events = {"enable_kv_cache_events": True, "endpoint": self._endpoint}
         connector = attach(self.store, **self._extra)
         extra = {"kv_events_config": events}
-        return Engine(self._model, connector=connector, extra=extra).__enter__()
+        self.engine = Engine(self._model, connector=connector, extra=extra).__enter__()
 
     def restart(self) -> None:
         """End the engine and start another one."""
-        self.engine.close()
-        self.engine = self._start()
+        self.close()
+        self._start()
 
     def close(self) -> None:
         self.engine.close()
