@@ -40,6 +40,7 @@ SECONDS_MAX = 600
 TEXT_MAX = 2000  # characters of a finding
 BLOCK_MAX = 1 << 20
 COUNT_MAX = 10**9
+PINS_FILE_MAX = 64 << 20  # bytes; all that a store pins at most has fewer in hexadecimal digits
 
 _EXAMPLES = """\
 examples:
@@ -238,7 +239,7 @@ def _life_cycle(
     quota.add_argument("tenant", nargs="?", help="change the limits of this tenant")
     quota.add_argument("tier", nargs="?", choices=["cpu", "nvme"], help="in this tier")
     quota.add_argument("bytes", nargs="?", help='to this quota, such as "8GiB", or "none"')
-    quota.add_argument("--floor", default="0B", help="what the tenant keeps (default: 0B)")
+    quota.add_argument("--floor", help="what the tenant keeps (default: 0B)")
     quota.add_argument("--json", action="store_true", help="print a JSON list instead")
     return resize, drain, reload, level, quota, *_add_pins(add)
 
@@ -553,14 +554,14 @@ def _quota(chosen: argparse.Namespace) -> int:
     from kvstore.store import admin
     from kvstore.units import parse_bytes, sized
 
-    if chosen.tenant is None:
+    if chosen.tenant is None and chosen.floor is None:
         found = admin.quotas(chosen.store, chosen.user)
     elif chosen.bytes is None:
-        raise ConfigError("quota: expected a tenant, a tier and a quota, or none of them")
+        raise ConfigError("quota: expected a tenant, a tier and a quota, or nothing")
     else:
         read_tenant(chosen.tenant, {})
         limit = None if chosen.bytes == "none" else parse_bytes(chosen.bytes)
-        keeps = parse_bytes(chosen.floor)
+        keeps = parse_bytes(chosen.floor or "0B")
         found = admin.set_quota(chosen.store, chosen.tenant, chosen.tier, limit, keeps, chosen.user)
         print("after a restart the limits of the configuration file hold again", file=sys.stderr)
     if chosen.json:
@@ -626,10 +627,11 @@ def _warm(chosen: argparse.Namespace) -> int:
 
 def _pins_in(path: Path) -> list[Pinned]:
     """Read what `kvstore pin --json` has printed. Raises ConfigError."""
+    from kvstore.config import read_file
     from kvstore.store.pins import Pinned
 
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[Pinned])
+        return msgspec.json.decode(read_file(path, PINS_FILE_MAX), type=list[Pinned])
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:

@@ -365,11 +365,11 @@ def text_of(path: str | Path) -> bytes:
         raise unreadable(path, exc) from exc
 
 
-def read_file(path: str | Path) -> bytes:
+def read_file(path: str | Path, bytes_max: int = FILE_BYTES_MAX) -> bytes:
     """Read a regular file of limited size. Raises OSError, or ConfigError for another file."""
     with open(path, "rb", opener=open_settings) as file:
-        refuse_no_settings(path, os.fstat(file.fileno()))
-        return file.read(FILE_BYTES_MAX)
+        refuse_no_settings(path, os.fstat(file.fileno()), bytes_max)
+        return file.read(bytes_max)
 
 
 def open_settings(path: str, flags: int) -> int:
@@ -377,13 +377,15 @@ def open_settings(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
-def refuse_no_settings(path: str | Path, found: os.stat_result) -> None:
+def refuse_no_settings(
+    path: str | Path, found: os.stat_result, bytes_max: int = FILE_BYTES_MAX
+) -> None:
     """Raise ConfigError for what cannot be a file of settings, before anything of it is read."""
     if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"{path}: expected a file, found a device or pipe")
-    if found.st_size > FILE_BYTES_MAX:
+    if found.st_size > bytes_max:
         raise ConfigError(
-            f"{path}: expected a file of {FILE_BYTES_MAX} bytes at most, found {found.st_size}"
+            f"{path}: expected a file of {bytes_max} bytes at most, found {found.st_size}"
         )
 
 

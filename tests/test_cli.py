@@ -14,6 +14,8 @@ import pytest
 
 from kvstore import cli
 from kvstore.metrics import TABLE
+from kvstore.wire import framing
+from kvstore.wire.engine import Report
 from tests.bench import __main__ as bench
 from tests.bench.report import Result, as_json, paired_ratio, percentile, show
 from tests.bench.store import StoreFailed, StoreProcess
@@ -216,21 +218,29 @@ def test_a_wrong_address_is_status_2(capsys: pytest.CaptureFixture[str]) -> None
     assert "absolute path" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (b"HTTP/1.0 400 Bad Request", "is no kvstore"),
+        (framing.encode(Report(b'{"of": "another version"}')), "is of another version"),
+        (framing.encode(Report(b"\xff")), "is of another version"),
+    ],
+)
 def test_something_else_at_the_address_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    answer: bytes, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(tmp_path / "other.sock"))
         other.listen(1)
         code = (
             "import socket, sys; s = socket.socket(fileno=int(sys.argv[1]));"
-            "c, _ = s.accept(); c.recv(100); c.sendall(b'HTTP/1.0 400 Bad Request')"
+            f"c, _ = s.accept(); c.recv(100); c.sendall({answer!r})"
         )
         command = [sys.executable, "-c", code, str(other.fileno())]
         child = subprocess.Popen(command, pass_fds=[other.fileno()])
         assert cli.main(["stats", "--store", f"unix://{tmp_path}/other.sock"]) == 1
         assert child.wait(600) == 0
-    assert "is no kvstore" in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_a_store_that_does_not_start_says_why(tmp_path: Path) -> None:

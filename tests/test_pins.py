@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from kvstore import cli
+from kvstore.cli import PINS_FILE_MAX
 from kvstore.config import Config, CpuConfig
 from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import PIN_BYTES_MAX, PINS_BYTES_MAX, PINS_MAX
@@ -276,6 +278,12 @@ def test_Q50_Q51_wrong_pins_say_what_is_wrong(
         assert "expected the name of a pin, there are none" in fails("unpin", "x")
         file = tmp_path / "pins.json"
         assert "cannot be read" in fails("warm", str(file))
+        os.mkfifo(tmp_path / "pipe")
+        for endless in ("/dev/zero", str(tmp_path / "pipe")):
+            assert "expected a file, found a device or pipe" in fails("warm", endless)
+        file.touch()
+        os.truncate(file, PINS_FILE_MAX + 1)
+        assert f"expected a file of {PINS_FILE_MAX} bytes at most" in fails("pin", str(file))
         for text in ("", "{}", '[{"name": 1}]', "\udcff"):
             file.write_bytes(text.encode(errors="surrogateescape"))
             assert "expected what `kvstore pin --json` prints" in fails("pin", str(file))

@@ -115,3 +115,19 @@ def test_Q61_the_command_ends_in_time_by_size_or_by_ctrl_c(
         words = ["record", str(tmp_path / "time"), "--store", f"unix://{store.path}"]
         assert cli.main(words) == 2
         assert re.search("time: cannot be written: File exists", capsys.readouterr().err)
+
+
+def test_Q61_a_store_that_ends_leaves_what_was_recorded(tmp_path: Path) -> None:
+    file, told = tmp_path / "trace", list[Written]()
+    with LiveStore(store_settings(tmp_path)) as store, engine(store) as one:
+
+        def watch(done: Written) -> None:
+            if not told:
+                asks(one, hashes(3))
+            elif len(told) == 3:
+                store.stop()
+            told.append(done)
+
+        with pytest.raises(KVStoreError, match=f"no store answers.*; {file} has the 1 requests"):
+            record(store.path, file, 60.0, 1 << 20, watch=watch)
+    assert len(read_trace(file).requests) == 1

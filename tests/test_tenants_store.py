@@ -127,6 +127,9 @@ def test_Q41_a_quota_set_at_run_time_takes_effect_at_once_also_while_nothing_goe
         assert cli.main(["quota", "--json", *place]) == 0
         found = msgspec.json.decode(capsys.readouterr().out, type=list[dict[str, Any]])
         assert TenantShare(**found[0]) == ("a", "cpu", 2 * MIB, 2 * MIB, MIB)
+        for words in (["--floor", "1MiB"], ["a", "cpu"]):
+            assert cli.main(["quota", *words, *place]) == 2
+            assert "expected a tenant, a tier and a quota" in capsys.readouterr().err
         assert cli.main(["quota", "a", "cpu", "none", *place]) == 0
         shown = capsys.readouterr().out.splitlines()
         assert shown[0].split() == ["tenant", "tier", "used", "quota", "floor"]

@@ -10,7 +10,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -34,6 +34,8 @@ CLEAR_S = 120.0
 PRIVATE = "engine:"
 _READ_BYTES = 1 << 16
 _LOOK_S = 0.1
+Rows = list[list[Any]]
+T = TypeVar("T")
 
 
 class StoreUnreachable(KVStoreError):
@@ -54,23 +56,22 @@ class Stat(msgspec.Struct, frozen=True):
 
 def stats(address: str, timeout_s: float = TIMEOUT_S, user: int | None = None) -> list[Stat]:
     """Read the store's numbers. Raises StoreUnreachable."""
-    return _stats_of(_ask(address, p.Query("stats"), timeout_s, user))
+    return _stats_of(_ask(address, p.Query("stats"), user, Rows, timeout_s))
 
 
 def status(address: str, timeout_s: float = TIMEOUT_S, user: int | None = None) -> Status:
     """Describe the store. Raises StoreUnreachable."""
-    body = _ask(address, p.Query("status"), timeout_s, user)
-    return msgspec.json.decode(body, type=Status)
+    return _ask(address, p.Query("status"), user, Status, timeout_s)
 
 
 def clear(address: str, timeout_s: float = CLEAR_S, user: int | None = None) -> list[Stat]:
     """Drop all blocks that nobody is reading, and read the numbers after it."""
-    return _stats_of(_ask(address, p.Query("clear"), timeout_s, user))
+    return _stats_of(_ask(address, p.Query("clear"), user, Rows, timeout_s))
 
 
 def log_level(address: str, level: str, user: int | None = None) -> None:
     """Change the level of the store's log. Raises StoreUnreachable, or StoreRefused."""
-    _ask(address, p.Query("log-level", level=level), TIMEOUT_S, user)
+    _ask(address, p.Query("log-level", level=level), user, msgspec.Raw)
 
 
 def resize(
@@ -81,7 +82,7 @@ def resize(
     It ends once the tier is within its cap. Raises StoreUnreachable, or StoreRefused when there is
     no such tier or it can't be so small.
     """
-    rows = _stats_of(_ask(address, p.Query("resize", tier, capacity_bytes), TIMEOUT_S, user))
+    rows = _stats_of(_ask(address, p.Query("resize", tier, capacity_bytes), user, Rows))
     while True:
         found = {stat.name: int(stat.value) for stat in rows if stat.labels.get("tier") == tier}
         used, cap = found["kvstore_memory_bytes"], found["kvstore_capacity_bytes"]
@@ -95,7 +96,7 @@ def resize(
 
 def quotas(address: str, user: int | None = None) -> list[TenantShare]:
     """List what tenants have and may have."""
-    return _shares_of(_ask(address, p.Query("quota"), TIMEOUT_S, user))
+    return _ask(address, p.Query("quota"), user, list[TenantShare])
 
 
 def set_quota(
@@ -111,28 +112,24 @@ def set_quota(
     Raises StoreUnreachable, or StoreRefused.
     """
     query = p.Query("quota", tier, tenant=tenant, quota_bytes=quota_bytes, floor_bytes=floor_bytes)
-    return _shares_of(_ask(address, query, TIMEOUT_S, user))
-
-
-def _shares_of(body: bytes) -> list[TenantShare]:
-    return msgspec.json.decode(body, type=list[TenantShare])
+    return _ask(address, query, user, list[TenantShare])
 
 
 def pins(address: str, user: int | None = None) -> list[Pinned]:
     """List the prefixes that stay in memory."""
-    return _pins_of(_ask(address, p.Query("pin"), TIMEOUT_S, user))
+    return _ask(address, p.Query("pin"), user, list[Pinned])
 
 
 def pin(address: str, wanted: Pinned, user: int | None = None) -> list[Pinned]:
     """Pin a prefix again that a store has listed; list all. Raises ConfigError, StoreRefused."""
     query = p.Query("pin", prefix=wanted.prefix, namespace=wanted.namespace)
-    return _pins_of(_ask(address, query, TIMEOUT_S, user))
+    return _ask(address, query, user, list[Pinned])
 
 
 def unpin(address: str, name: str, user: int | None = None) -> list[Pinned]:
     """Let go of the pins of a name; list the others. Raises StoreRefused if there is none."""
     query = p.Query("unpin", prefix=p.Prefix(name))
-    return _pins_of(_ask(address, query, TIMEOUT_S, user))
+    return _ask(address, query, user, list[Pinned])
 
 
 def warm(address: str, wanted: Pinned, user: int | None = None) -> int:
@@ -141,7 +138,7 @@ def warm(address: str, wanted: Pinned, user: int | None = None) -> int:
     Raises ConfigError, StoreRefused.
     """
     query = p.Query("warm", prefix=wanted.prefix, namespace=wanted.namespace)
-    return msgspec.json.decode(_ask(address, query, TIMEOUT_S, user), type=int)
+    return _ask(address, query, user, int)
 
 
 def record(address: str, number: int, user: int | None = None, *, ends: bool = False) -> Recording:
@@ -150,18 +147,12 @@ def record(address: str, number: int, user: int | None = None, *, ends: bool = F
     ends: no other call follows. Raises StoreUnreachable, or StoreRefused during another recording.
     """
     query = p.Query("record", recording=number, ends=ends)
-    body = _ask(address, query, TIMEOUT_S, user)
-    return msgspec.json.decode(body, type=Recording)
-
-
-def _pins_of(body: bytes) -> list[Pinned]:
-    return msgspec.json.decode(body, type=list[Pinned])
+    return _ask(address, query, user, Recording)
 
 
 def reload(address: str, user: int | None = None) -> Reloaded:
     """Have the store read its file of settings again. Raises ConfigError for a wrong file."""
-    body = _ask(address, p.Query("reload"), TIMEOUT_S, user)
-    found = msgspec.json.decode(body, type=Reloaded)
+    found = _ask(address, p.Query("reload"), user, Reloaded)
     if found.error:
         raise ConfigError(f"nothing has changed: {found.error}")
     return found
@@ -170,7 +161,7 @@ def reload(address: str, user: int | None = None) -> Reloaded:
 def drain(address: str, what: str = DRAIN, user: int | None = None) -> Iterator[Drained]:
     """Drain a store, or cancel that; yield how far it is until it is done."""
     while True:
-        found = msgspec.json.decode(_ask(address, p.Query(what), TIMEOUT_S, user), type=Drained)
+        found = _ask(address, p.Query(what), user, Drained)
         yield found
         if found.done or not found.draining:
             return
@@ -180,11 +171,13 @@ def drain(address: str, what: str = DRAIN, user: int | None = None) -> Iterator[
 
 def source(address: str, user: int | None = None) -> ConfigFile | None:
     """Name the file of settings of a store; None: it has none."""
-    body = _ask(address, p.Query("source"), TIMEOUT_S, user)
-    return msgspec.json.decode(body, type=ConfigFile | None)
+    kind = cast("type[ConfigFile | None]", ConfigFile | None)
+    return _ask(address, p.Query("source"), user, kind)
 
 
-def _ask(address: str, query: p.Query, timeout_s: float, user: int | None) -> bytes:
+def _ask(
+    address: str, query: p.Query, user: int | None, kind: type[T], timeout_s: float = TIMEOUT_S
+) -> T:
     engine = address.removeprefix(PRIVATE)
     private = engine != address
     path = address_of(engine) if private else parse_socket(address)
@@ -194,7 +187,11 @@ def _ask(address: str, query: p.Query, timeout_s: float, user: int | None) -> by
         with connect(path, timeout_s, user) as sock:
             with contextlib.suppress(BrokenPipeError):  # it has said why, and closed
                 sock.sendall(framing.encode(query))
-            return _receive(sock, deadline_s)
+            return msgspec.json.decode(_receive(sock, deadline_s), type=kind)
+    except msgspec.DecodeError as exc:
+        raise StoreUnreachable(
+            f"the store at {shown} is of another version: {exc}; use its own kvstore command"
+        ) from exc
     except TimeoutError as exc:
         raise StoreUnreachable(
             f"the store at {shown} did not answer within {timeout_s:g} s"
@@ -211,9 +208,8 @@ def _ask(address: str, query: p.Query, timeout_s: float, user: int | None) -> by
         raise StoreUnreachable(f"{shown} is no kvstore: {exc}") from exc
 
 
-def _stats_of(body: bytes) -> list[Stat]:
+def _stats_of(rows: Rows) -> list[Stat]:
     labels = {spec.name: spec.labels for spec in TABLE}
-    rows = msgspec.json.decode(body, type=list[list[Any]])
     return [
         Stat(name, dict(zip(labels.get(name, ()), values, strict=False)), float(value))
         for name, *values, value in rows

@@ -75,6 +75,9 @@ def record(
                     break
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be written: {exc.strerror}") from exc
+    except admin.StoreUnreachable as exc:
+        kept = f"{path} has the {requests} requests before"
+        raise admin.StoreUnreachable(f"{exc}; {kept}") from exc
     finally:
         with contextlib.suppress(KVStoreError):  # it has gone, and the recording with it
             admin.record(store, number, user, ends=True)
