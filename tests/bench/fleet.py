@@ -20,6 +20,7 @@ import msgspec
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.handover.links import LINKS_MAX
 from kvstore.handover.transfers import AGENTS_MAX
+from tiers.object.search import PARALLEL
 
 NODES = (100, 1_000, 10_000)
 NODES_MAX = 10_000_000
@@ -122,9 +123,10 @@ def _events(given: Inputs) -> Iterator[Row]:
 
 def _bucket(given: Inputs) -> Iterator[Row]:
     objects = max(1.0, given.prompt / given.object_tokens)
-    heads = given.requests * given.asked * math.ceil(math.log2(objects + 1))
+    rounds = math.ceil(math.log(objects + 1, PARALLEL + 1))
     gets = given.requests * given.prompt * given.bucket / given.object_tokens
     puts = new_tokens(given) * given.admitted / given.object_tokens
+    heads = given.requests * given.asked * min(objects, PARALLEL * rounds) + puts
     size = given.object_tokens * given.token_bytes
     reads, writes = given.heads * given.prefixes, given.puts * given.prefixes
     yield Row("bucket, HEAD and GET", "1/s", lambda n: n * (heads + gets), reads, "more prefixes")
