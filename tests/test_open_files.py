@@ -77,7 +77,7 @@ def test_S5_a_store_with_few_open_files_takes_engines_and_its_disk_goes_on(
     text = log.read_text()
     assert "read_only" not in text
     assert "a connection cannot be taken" not in text
-    assert "256 extents of 2 MiB, of which the limit of 96 open files allows 48" in text
+    assert "256 extents of 2 MiB; the limit of 96 open files allows 48" in text
 
 
 def number_of(address: str, name: str, *labels: str) -> float:
@@ -169,11 +169,11 @@ def test_S6_check_says_how_much_of_a_capacity_the_limit_of_open_files_leaves(
     nvme = {"path": f"{tmp_path}/kv", "capacity": "1TiB"}
     settings = config.parse({"cpu": {"capacity": "300GiB"}, "nvme": nvme})
     noted = {f.what: f.text for f in check.notes(settings) if "open files" in f.text}
-    limit = "of which the limit of 1,024 open files allows"
+    limit = "the limit of 1,024 open files allows"
     way_out = "raise it (ulimit -n, LimitNOFILE), or use larger extents"
     assert noted == {
-        "cpu": f"300 extents of 1 GiB, {limit} 256, 256 GiB: {way_out}",
-        "nvme": f"1,024 extents of 1 GiB, {limit} 512, 512 GiB: {way_out}",
+        "cpu": f"300 extents of 1 GiB; {limit} 256, 256 GiB: {way_out}",
+        "nvme": f"1,024 extents of 1 GiB; {limit} 512, 512 GiB: {way_out}",
     }
     limited(2048)
     assert not [f for f in check.notes(settings) if "open files" in f.text]
