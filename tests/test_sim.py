@@ -27,6 +27,7 @@ RARE = {
     ("delay", "promotion under way"),
     ("disk fails", "lookup waits"),
     ("reset", "promotion under way"),
+    ("resize", "lookup waits"),
 }
 # What so many worlds must have met, or their promises were not put to the test.
 MET = (
