@@ -504,6 +504,8 @@ class StoreClient:
                 missed=granted.missed,
             )
         self.credits.extend(array(framing.U32, answers.credits))
+        if answers.lost:  # blocks that have left may be among them
+            self.known = KnownKeys()
         self.known.add(answers.added)
         self.known.remove(answers.removed)
         for medium, stored, keys in (

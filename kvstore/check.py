@@ -186,7 +186,9 @@ def _extents(tier: str, count: int, extent_bytes: int, part: int) -> Iterator[Fi
     """Say how much of a capacity the limit of open files leaves, where that is not all."""
     most = extents_max(part)
     if count > most:
-        text = f"{count:,} extents of {sized(extent_bytes)}; the limit of {files_max():,} open files"
+        text = (
+            f"{count:,} extents of {sized(extent_bytes)}; the limit of {files_max():,} open files"
+        )
         text += f" allows {most:,}, {sized(most * extent_bytes)}: {WAY_OUT}"
         yield Finding(Level.NOTE, tier, text)
 

@@ -249,6 +249,20 @@ def test_O24_what_the_store_could_not_keep_is_counted() -> None:
     assert script.half.take_stats()["events_untold"] == 7
 
 
+@pytest.mark.parametrize("events", [True, False])
+def test_O24_after_lost_news_no_block_counts_as_stored(*, events: bool) -> None:
+    """Those that have left may be among what was lost, and would never be stored again."""
+    script = listening() if events else Script()
+    before, after = (make_key(name, 0) for name in hashes(2, "x"))
+    script.inbox.append(p.Answers(added=(before,)))
+    script.step()
+    assert before in script.client.known
+    script.inbox.append(p.Answers(added=(after,), lost=1))
+    script.step()
+    assert before not in script.client.known
+    assert after in script.client.known
+
+
 def test_O16_an_engine_without_events_remembers_nothing() -> None:
     script, request = Script(), Request("r", 40)
     run(script, request)

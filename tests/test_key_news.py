@@ -97,3 +97,7 @@ def test_O24_the_blocks_of_an_engine_are_bounded(monkeypatch: pytest.MonkeyPatch
     kept = [key for key in keys if news.follows(key)]
     assert len(kept) == 2 * key_news.TABLES, "two in each table"
     assert set(keys[-50:]) & set(kept), "the oldest are forgotten"
+    assert news.lost == 0, "the engine knew of none of them"
+    news.entered(kept, DISK)
+    news.follow(BlockKey(b"more %d" % number) for number in range(5000))
+    assert news.lost == len(kept), "no end of theirs is told"

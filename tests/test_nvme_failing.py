@@ -207,7 +207,7 @@ def test_a_bad_extent_costs_its_blocks_and_not_the_tier(
 def test_an_unreadable_disk_at_the_start_is_no_damage(
     settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise IndexDamagedError("for the test")
 
     with shelf(settings) as before:

@@ -16,7 +16,7 @@ from kvstore.core.errors import ConfigError
 from kvstore.core.limits import TENANTS_MAX
 from kvstore.core.types import make_key, tag_of
 from kvstore.store import admin
-from kvstore.store.tenants import TenantShare
+from kvstore.store.tenants import Tenants, TenantShare
 from kvstore.store.top import words
 from kvstore.wire import engine as p
 from tests.harness.fakes import u32
@@ -158,6 +158,18 @@ def test_Q41_a_reload_changes_the_limits_of_all_tenants(tmp_path: Path) -> None:
         assert {each.setting for each in differing} >= {"tenant b cpu", "tenant c cpu"}
         found = {each.tenant: each.quota_bytes for each in store.server.store.tenants.every()}
         assert found == {"a": None, "b": 3 * MIB, "c": MIB}
+
+
+def test_Q42_floors_become_smaller_together_with_their_tier() -> None:
+    def use(tenants: Tenants, capacity: int, floor: int) -> None:
+        tables = [{"name": name, "cpu_floor": f"{floor}MiB"} for name in "abc"]
+        found = parse({"cpu": {"capacity": f"{capacity}MiB"}, "tenant": tables})
+        tenants.use({"cpu": capacity * MIB}, found.tenants)
+
+    tenants = Tenants(disk=False)
+    use(tenants, 1024, 300)
+    use(tenants, 512, 100)  # less than two of the floors before
+    assert {each.floor_bytes for each in tenants.every()} == {100 * MIB}
 
 
 @pytest.mark.parametrize(

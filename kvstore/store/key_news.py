@@ -62,7 +62,7 @@ class KeyNews:
             if key not in table:
                 table[key] = 0
                 if len(table) > KEYS_MAX // TABLES:
-                    del table[next(iter(table))]
+                    self.lost += table.pop(next(iter(table))) > 0
 
     def follows(self, key: BlockKey) -> bool:
         """Tell whether the engine has to do with a block."""

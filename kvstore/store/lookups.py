@@ -153,7 +153,7 @@ class Lookups:
         alone = memory_only or namespace.layout.unnamed
         if lookup.peer and self._peers is not None and not alone:
             self._ask_peer(self._peers, ask, lookup, direct=lookup.direct and session.direct)
-        elif not alone:
+        if not alone and (not lookup.peer or (lookup.hinted and ask.fetch is None)):
             self._search(ask)
         if self._owed(ask):
             ask.look_ns = ask.hint_ns or now_ns + _OWED_NS

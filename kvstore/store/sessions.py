@@ -230,6 +230,7 @@ class Sessions(dict[str, Session]):
         joined, session.phase = session.phase is Phase.ACTIVE, Phase.ENDING
         with self._barrier.around(f"the end of engine {session.engine!r}"):
             self._lookups.end(session)
+            session.page_due, session.snapshot = False, None
             if session.namespace is not None:
                 session.namespace.engines.leave(session.number)
                 self._memory.excuse(session.namespace, session.workers.values())

@@ -71,11 +71,13 @@ class Tenants:
         self._capacities = capacities
         if tenants is None:
             return
-        for name in self._configured:
-            for tier in self.shares:
-                self.limit(name, tier, None, 0)
+        before = self._configured
         self._configured = [tenant.name for tenant in tenants]
         self.join(self._configured)
+        for name in {*before, *self._configured}:  # all at once: old floors need not fit any more
+            for shares in self.shares.values():
+                share = shares[self.names[name]]
+                share.quota_bytes, share.floor_bytes = None, 0
         for tenant in tenants:
             self.limit(tenant.name, MEMORY, tenant.cpu_bytes, tenant.cpu_floor_bytes)
             if NVME in self.shares:

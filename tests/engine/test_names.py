@@ -136,7 +136,7 @@ AT_START = {
     *("check_supported", "group_rule", "geometry", "layer_caches"),
     *("rank_geometry", "supports_sleep_mode", "build_kv_connector_stats", "build_prom_metrics"),
     *("start_scheduler", "start_half", "start_worker", "transfer_of_engine"),
-    "loads_in_steps",
+    *("loads_in_steps", "late_step_blocks"),
 }
 
 
