@@ -561,7 +561,7 @@ def _quota(chosen: argparse.Namespace) -> int:
     else:
         read_tenant(chosen.tenant, {})
         limit = None if chosen.bytes == "none" else parse_bytes(chosen.bytes)
-        keeps = parse_bytes(chosen.floor or "0B")
+        keeps = 0 if chosen.floor is None else parse_bytes(chosen.floor)
         found = admin.set_quota(chosen.store, chosen.tenant, chosen.tier, limit, keeps, chosen.user)
         print("after a restart the limits of the configuration file hold again", file=sys.stderr)
     if chosen.json:

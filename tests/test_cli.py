@@ -224,6 +224,7 @@ def test_a_wrong_address_is_status_2(capsys: pytest.CaptureFixture[str]) -> None
         (b"HTTP/1.0 400 Bad Request", "is no kvstore"),
         (framing.encode(Report(b'{"of": "another version"}')), "is of another version"),
         (framing.encode(Report(b"\xff")), "is of another version"),
+        (framing.encode(Report(b'[["\xff", 1]]')), "is of another version"),  # no UTF-8
     ],
 )
 def test_something_else_at_the_address_is_said(

@@ -130,6 +130,8 @@ def test_Q41_a_quota_set_at_run_time_takes_effect_at_once_also_while_nothing_goe
         for words in (["--floor", "1MiB"], ["a", "cpu"]):
             assert cli.main(["quota", *words, *place]) == 2
             assert "expected a tenant, a tier and a quota" in capsys.readouterr().err
+        assert cli.main(["quota", "a", "cpu", "none", "--floor", "", *place]) == 2
+        capsys.readouterr()
         assert cli.main(["quota", "a", "cpu", "none", *place]) == 0
         shown = capsys.readouterr().out.splitlines()
         assert shown[0].split() == ["tenant", "tier", "used", "quota", "floor"]

@@ -188,7 +188,7 @@ def _ask(
             with contextlib.suppress(BrokenPipeError):  # it has said why, and closed
                 sock.sendall(framing.encode(query))
             return msgspec.json.decode(_receive(sock, deadline_s), type=kind)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise StoreUnreachable(
             f"the store at {shown} is of another version: {exc}; use its own kvstore command"
         ) from exc

@@ -76,7 +76,7 @@ def record(
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be written: {exc.strerror}") from exc
     except admin.StoreUnreachable as exc:
-        kept = f"{path} has the {requests} requests before"
+        kept = f"{path} has what came before, requests: {requests}"
         raise admin.StoreUnreachable(f"{exc}; {kept}") from exc
     finally:
         with contextlib.suppress(KVStoreError):  # it has gone, and the recording with it
