@@ -43,6 +43,11 @@ class EngineCache(Protocol):
         """How many engine blocks there are; their ids are smaller."""
         ...
 
+    @property
+    def free_count(self) -> int:
+        """How many of them can be allocated."""
+        ...
+
     def next_free(self, count: int) -> Iterable[tuple[int, bytes | None]]:
         """Yield the free blocks that get other content next, up to so many, and what each holds."""
         ...

@@ -17,6 +17,7 @@ Only engines with one group: others give out blocks in no order that a prompt's 
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -28,9 +29,11 @@ from connectors.step_meta import StoreJob
 from connectors.store_client import NO_HITS
 from connectors.store_planner import StorePlanner
 from kvstore.core.types import GroupRule
+from kvstore.wire.framing import U32
 
 DUE_MAX = 1000  # paths that wait for slots; the engine has reused the blocks of the oldest by then
 LOOK_MAX = 1024  # engine blocks of a path that are looked at at once
+VISITS_MAX = 2 * LOOK_MAX  # in a step: 10 ms at most. The rest waits, and is lost if it is reused
 
 
 class PastRequest(msgspec.Struct):
@@ -96,7 +99,7 @@ class LateStores:
             if blocks is None:
                 return 0
             if path is None:
-                path = self._paths[name] = _Path(_past(tracked))
+                path = self._paths[name] = _Path(self._past(tracked))
             for block in blocks[0][noted:stop]:
                 before = self._notes[block]
                 if before is not None and before.tracked.apart != path.tracked.apart:
@@ -106,22 +109,34 @@ class LateStores:
             path.due = False
         return (end + 1) * self._block_tokens
 
-    def begin(self, request_id: str, local: int) -> None:
-        """The engine has allocated a request's blocks afresh; local: tokens its own cache had."""
+    def begin(self, request_id: str, tokens: int) -> None:
+        """The engine has allocated a request's blocks afresh.
+
+        tokens: what its own cache had, whose blocks may have been free, and what it loads.
+        """
         self._paths.pop(request_id, None)
-        self._looked_at -= local // self._engine_tokens  # which may have been free
+        self._looked_at -= tokens // self._engine_tokens
 
     def end(self, request_id: str) -> Sequence[StoreJob]:
         """A request ends, and its blocks become free. Return its stores, if that is soon."""
         path = self._paths.pop(request_id, None)
-        if path is None or self._looked_at >= self._step_blocks:
+        if path is None:
+            return ()
+        past = path.tracked.request
+        if past.all_token_ids:  # a tenth of the memory, until its blocks are reused
+            tokens = array(U32, past.all_token_ids)
+            path.tracked.request = PastRequest(request_id, past.block_hashes, tokens)
+        if self._looked_at >= self._step_blocks:
             return ()
         self._is_due(path)
         return self._store_due()
 
     def make_way(self, tokens: int) -> None:
         """The engine takes blocks for a load of so many tokens, in this step."""
-        count = -(-tokens // self._engine_tokens) + self._step_blocks
+        load = -(-tokens // self._engine_tokens)
+        if load > self._cache.free_count:  # it has to wait, and asks in every step
+            return
+        count = load + self._step_blocks
         if self._looked_at < count:
             self._look(count)
 
@@ -167,24 +182,31 @@ class LateStores:
         """Store what is due, as far as there are slots."""
         if not self._due:
             return ()
-        while self._due and self._stores.can_store():
-            if self._store_part(self._due[0]):
+        visits = VISITS_MAX
+        while self._due and visits > 0 and self._stores.can_store():
+            whole, visited = self._store_part(self._due[0])
+            visits -= max(1, visited)
+            if whole:
                 self._due.popleft()
         jobs, stores = self._stores.take_jobs(), self._stores
         self._copies = {job: keys for job, keys in self._copies.items() if stores.is_open(job)}
         self._copies.update((job.job_id, frozenset(job.keys)) for job in jobs)
         return jobs
 
-    def _store_part(self, path: _Path) -> bool:
-        """Store more of a path, as far as there are slots; True if that was all."""
+    def _store_part(self, path: _Path) -> tuple[bool, int]:
+        """Store more of a path, as far as there are slots.
+
+        Returns whether that was all, and how many engine blocks were looked at.
+        """
         tracked, per = path.tracked, self._block_tokens // self._engine_tokens
         first = tracked.cursor
-        blocks = [0] * (first * per) + self._held(path, first * per)
+        held = self._held(path, first * per)
+        blocks = [0] * (first * per) + held
         tokens = len(blocks) * self._engine_tokens
         self._stores.store_complete(tracked, tokens, lambda _: (blocks,))
         if tracked.cursor < self._stores.count_complete(tracked, tokens):
-            return False
-        return len(blocks) == len(path.blocks) or tracked.cursor == first
+            return False, len(held)
+        return len(blocks) == len(path.blocks) or tracked.cursor == first, len(held)
 
     def _held(self, path: _Path, first: int) -> list[int]:
         """List some engine blocks of a path; 0 for those that hold something else by now.
@@ -193,19 +215,20 @@ class LateStores:
         too: it forgets what was lost without being written, as when the engine sleeps.
         """
         blocks = path.blocks[first : first + LOOK_MAX]
-        hashes = path.tracked.request.block_hashes[(first + 1) * self._hashes - 1 :: self._hashes]
+        every, end = self._hashes, (first + len(blocks)) * self._hashes
+        hashes = path.tracked.request.block_hashes[(first + 1) * every - 1 : end : every]
         leaving, notes, held = self._leaving, self._notes, self._cache.held
         return [
             block if name == (leaving.get(block) or (notes[block] and held(block))) else 0
             for block, name in zip(blocks, hashes, strict=False)
         ]
 
+    def _past(self, tracked: TrackedRequest) -> TrackedRequest:
+        """Return what stores need of a request, whatever becomes of it.
 
-def _past(tracked: TrackedRequest) -> TrackedRequest:
-    """Return what stores need of a request, whatever becomes of it.
-
-    What the store had of it when it came may have left since.
-    """
-    request = tracked.request
-    past = PastRequest(request.request_id, request.block_hashes, request.all_token_ids)
-    return TrackedRequest(past, (NO_HITS,), tag=tracked.tag, apart=tracked.apart)
+        What the store had of it when it came may have left since.
+        """
+        request = tracked.request
+        tokens = request.all_token_ids if self._stores.describes else ()
+        past = PastRequest(request.request_id, request.block_hashes, tokens)
+        return TrackedRequest(past, (NO_HITS,), tag=tracked.tag, apart=tracked.apart)

@@ -257,7 +257,7 @@ class SchedulerHalf:
         tracked.present = tuple(hits.before(kept) for hits in grant.hits) or self._absent
         self._rewind(tracked)
         if self._late is not None:
-            self._late.begin(request_id, tracked.local)
+            self._late.begin(request_id, tracked.local + external)
         tracked.sources = self._loads.split_by_source(grant, external)
         if tracked.may_load:
             answer = None if grant is NO_GRANT else grant

@@ -92,6 +92,11 @@ class StorePlanner:
         """Return True if there are credits for a block of each group."""
         return bool(self._client.session) and len(self._client.credits) >= len(self._batches)
 
+    @property
+    def describes(self) -> bool:
+        """True if stored blocks are described by their tokens."""
+        return self._client.collect_events
+
     def store_complete(
         self, tracked: TrackedRequest, computed: int, table: Callable[[str], BlockTable | None]
     ) -> int:
@@ -182,6 +187,7 @@ class StorePlanner:
             keys = [block_hash + suffix for block_hash in hashes]
             new = client.known.none_of(keys)
             if not new and client.known.all_of(keys):  # the engine's own cache had them
+                client.known.add(keys)  # the last to be forgotten
                 continue
             whole = len(ids) == (end - first) * batch.engine_blocks and 0 not in ids
             if not new or not whole or present.any_of(first, end):

@@ -92,8 +92,9 @@ class OwnCache:
         """Raises NotSupported, in one message, for names that are not there."""
         pool = values_of(kv_cache_manager, "KVCacheManager", ("block_pool",))["block_pool"]
         found = values_of(pool, "BlockPool", ("blocks", "free_block_queue"))
-        head, queue = "fake_free_list_head", "FreeKVCacheBlockQueue"
-        self._head = values_of(found["free_block_queue"], queue, (head,))[head]
+        self._queue = found["free_block_queue"]
+        head, names = "fake_free_list_head", ("fake_free_list_head", "num_free_blocks")
+        self._head = values_of(self._queue, "FreeKVCacheBlockQueue", names)[head]
         values_of(self._head, "KVCacheBlock", ("block_hash", "block_id", "next_free_block"))
         self._blocks = found["blocks"]
 
@@ -101,6 +102,12 @@ class OwnCache:
     def block_count(self) -> int:
         """How many blocks there are."""
         return len(self._blocks)
+
+    @property
+    def free_count(self) -> int:
+        """How many can be allocated."""
+        count: int = self._queue.num_free_blocks
+        return count
 
     def next_free(self, count: int) -> Iterator[tuple[int, bytes | None]]:
         """Yield the blocks that are allocated next, up to so many, and what each holds."""

@@ -47,6 +47,23 @@ def test_O16_what_came_and_went_before_it_was_told_is_no_news() -> None:
     assert news.take() is None, "a is here as before, and b never was"
 
 
+def test_O16_O24_what_an_engine_stores_once_more_it_is_told_again_and_of_its_end_too() -> None:
+    """An engine knows a limited number of keys, and copies a block whose key it has forgotten."""
+    news, (a, b) = following(2)
+    news.there(a)
+    news.entered([b], MEMORY)
+    news.there(b)
+    assert news.take() == Told([a, b], [], [], []), "once, while it waits"
+    news.there(a)
+    assert news.take() == Told([a], [], [], [])
+    news.there(a)
+    news.left([a], MEMORY)
+    assert news.take() == Told([], [a], [], [])
+    news.there(b)
+    assert not news.tell(b, MEMORY)
+    assert news.take() is None or news.follows(b)
+
+
 def test_O16_one_turns_changes_are_in_no_order() -> None:
     a, b, c, d = names(4)
     # a left and came back, b left, c came and left, d came

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Sequence
 
 import pytest
 
+from connectors import late_stores, store_client
 from connectors.engine_interface import Geometry
 from connectors.late_stores import DUE_MAX, LateStores
 from connectors.request_policy import RequestPolicy
@@ -79,14 +81,15 @@ class Desk:
         return [job.engine.block_ids for job in meta.early]
 
 
-def load(desk: Desk, blocks: int) -> StepMeta:
-    """A step loads a prompt of so many blocks, and a part of one."""
-    loaded = Request("l", (blocks + 1) * BLOCK, "l")
-    desk.script.arrive(loaded, range(blocks))
-    external, _ = desk.script.matched(loaded)
-    assert external == blocks * BLOCK
-    table = desk.pool.take(blocks)
-    desk.half.update_state_after_alloc("l", [table], external)
+def load(desk: Desk, blocks: int, *names: str) -> StepMeta:
+    """A step loads a prompt of so many blocks, and a part of one; or some such prompts."""
+    for name in names or ("l",):
+        loaded = Request(name, (blocks + 1) * BLOCK, name)
+        desk.script.arrive(loaded, range(blocks))
+        external, _ = desk.script.matched(loaded)
+        assert external == blocks * BLOCK
+        table = desk.pool.take(blocks)
+        desk.half.update_state_after_alloc(name, [table], external)
     return desk.script.step()
 
 
@@ -143,6 +146,25 @@ def test_O28_a_load_takes_blocks_at_once_which_are_stored_in_that_step_and_fence
     assert meta.flush == tuple(job.job_id for job in meta.early), "copied before they are filled"
 
 
+def test_O28_a_step_with_two_loads_stores_what_the_second_one_takes() -> None:
+    desk = Desk(blocks=30)
+    past = desk.run("a", 6)
+    meta = load(desk, 14, "l", "m")  # 24 blocks are free before the prompt's own
+    assert desk.stored(past, meta) == [0, 1, 2, 3, 4, 5]
+    assert meta.flush == tuple(job.job_id for job in meta.early)
+
+
+def test_O28_a_load_that_the_engine_has_no_room_for_stores_nothing() -> None:
+    """It asks in every step until it has."""
+    desk = Desk(blocks=30)
+    past, runs = desk.run("a", 6), desk.begin("r", 4)
+    desk.compute(runs, 4)
+    loaded = Request("l", 28 * BLOCK, "l")
+    desk.script.arrive(loaded, range(27))
+    assert desk.script.matched(loaded) == (27 * BLOCK, True)
+    assert not desk.stored(past, desk.script.step())
+
+
 def test_O28_B16_peers_are_not_offered_blocks_that_the_same_step_overwrites() -> None:
     """With `direct` they read engine blocks while these have the version that they were told."""
     desk = Desk(blocks=30)
@@ -177,6 +199,55 @@ def test_O28_what_the_engines_own_cache_had_is_stored_with_the_rest() -> None:
     filler = desk.begin("c", 12)
     metas = [desk.compute(filler, 4) for _ in range(3)]
     assert desk.stored(turn, *metas) == [2, 3, 4, 5], "each once, and not what the store has"
+
+
+def test_O28_what_is_known_to_be_there_is_the_last_to_be_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What an engine keeps using it stores once, and not whenever it makes way."""
+    monkeypatch.setattr(store_client, "KNOWN_MAX", 8)
+    desk = Desk(blocks=20)
+    past = desk.run("a", 5)
+    keys = [desk.script.key(past, index) for index in range(5)]
+    desk.script.changed(added=keys)
+    desk.script.changed(added=[b"%d" % number for number in range(8)])  # the newest are others
+    filler = desk.begin("b", 12)
+    metas = [desk.compute(filler, 4) for _ in range(3)]
+    assert not desk.stored(past, *metas)
+    desk.script.changed(added=[b"%d" % number for number in range(10, 18)])
+    desk.script.step()
+    assert desk.script.client.known.all_of(keys)
+
+
+def test_O28_a_step_looks_at_a_limited_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_stores, "VISITS_MAX", 4)
+    desk = Desk(blocks=14, slots=0)
+    past = [desk.run(name, 4) for name in "abc"]
+    late = desk.half._late
+    assert late is not None
+    late.make_way(10 * BLOCK)  # all three are due
+    desk.script.grant_credits(100)
+    metas = [desk.script.step() for _ in range(4)]
+    assert [[len(desk.stored(one, meta)) for one in past] for meta in metas] == [
+        [4, 0, 0],
+        [0, 4, 0],
+        [0, 0, 4],
+        [0, 0, 0],
+    ]
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_O28_token_ids_of_past_requests_are_kept_for_events_alone_and_packed(
+    *, events: bool
+) -> None:
+    desk = Desk(blocks=40)
+    desk.script.client.collect_events = events
+    past = desk.run("a", 6)
+    late = desk.half._late
+    assert late is not None
+    (path,) = {id(note): note for note in late._notes if note is not None}.values()
+    kept = path.tracked.request.all_token_ids
+    assert kept == (array("I", past.all_token_ids) if events else ())
 
 
 def test_O28_a_preempted_request_is_stored_as_far_as_its_blocks_are_there() -> None:

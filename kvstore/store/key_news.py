@@ -51,7 +51,8 @@ class KeyNews:
     def __init__(self) -> None:
         """Start with none."""
         self._tables: list[dict[BlockKey, int]] = [{} for _ in range(TABLES)]
-        self._waiting: OrderedDict[tuple[int, BlockKey], bool] = OrderedDict()
+        # Stored or not; None: as the engine was told before, and seems to have forgotten.
+        self._waiting: OrderedDict[tuple[int, BlockKey], bool | None] = OrderedDict()
         self._unheard = 0  # keys sent
         self.lost = 0
 
@@ -76,6 +77,13 @@ class KeyNews:
             if known is not None and not known & medium:
                 table[key] = known | medium
                 self._note(medium, key, stored=True)
+
+    def there(self, key: BlockKey) -> None:
+        """The engine has stored once more a block that memory has: tell it, though it was told."""
+        if self._tables[hash(key) >> TABLE_SHIFT].get(key, 0) & MEMORY:
+            self._waiting.setdefault((MEMORY, key))
+        else:
+            self.entered((key,), MEMORY)
 
     def left(self, keys: Iterable[BlockKey], medium: int) -> None:
         """Blocks are not there any more; those that are nowhere are of no interest."""
@@ -115,6 +123,6 @@ class KeyNews:
         told = Told([], [], [], [])
         for _ in range(count):
             (medium, key), stored = self._waiting.popitem(last=False)
-            told[2 * (medium == DISK) + (not stored)].append(key)
+            told[2 * (medium == DISK) + (stored is False)].append(key)
         self._unheard += count
         return told

@@ -245,7 +245,7 @@ class Session(msgspec.Struct, eq=False):
         if outcome is StoreOutcome.FAILED or outcome is StoreOutcome.ORPHAN:
             namespace.unstored.add((key,), manager.now_s)
         elif outcome is StoreOutcome.DUPLICATE and manager.ready(key) is not None:
-            self.keys.entered((key,), MEMORY)  # another engine stored it
+            self.keys.there(key)
         return outcome
 
     def rank_of(self, connection: int) -> int:

@@ -276,7 +276,7 @@ def pool(**changes: object) -> Any:
     last = SimpleNamespace(block_id=1, block_hash=None, next_free_block=end)
     first = SimpleNamespace(block_id=2, block_hash=b"hash\0\0\0\0", next_free_block=last)
     head = SimpleNamespace(block_id=-1, block_hash=None, next_free_block=first)
-    queue = SimpleNamespace(fake_free_list_head=head)
+    queue = SimpleNamespace(fake_free_list_head=head, num_free_blocks=2)
     made = SimpleNamespace(blocks=[None, last, first], free_block_queue=queue)
     parts = {"manager": SimpleNamespace(block_pool=made), "pool": made, "queue": queue}
     for name in changes:
@@ -292,6 +292,7 @@ def pool(**changes: object) -> Any:
         ("pool__blocks", "BlockPool.blocks"),
         ("pool__free_block_queue", "BlockPool.free_block_queue"),
         ("queue__fake_free_list_head", "FreeKVCacheBlockQueue.fake_free_list_head"),
+        ("queue__num_free_blocks", "FreeKVCacheBlockQueue.num_free_blocks"),
         ("block__block_hash", "KVCacheBlock.block_hash"),
         ("block__block_id", "KVCacheBlock.block_id"),
         ("block__next_free_block", "KVCacheBlock.next_free_block"),
@@ -320,6 +321,7 @@ def test_O28_the_free_blocks_are_those_that_vllm_allocates_next_in_its_order() -
         name = BlockHash(b"%032d" % block.block_id)
         blocks._insert_block_hash(make_block_hash_with_group_id(name, 0), block, 16)
     blocks.free_blocks(reversed(table))
+    assert cache.free_count == 8
     found = list(cache.next_free(7))
     assert found == [*((n, None) for n in (5, 6, 7, 8)), *((n, b"%032d" % n) for n in (4, 3, 2))]
     assert cache.held(4) == b"%032d" % 4

@@ -54,6 +54,10 @@ class BlockPool:
     def block_count(self) -> int:
         return len(self._refs)
 
+    @property
+    def free_count(self) -> int:
+        return len(self.free)
+
     def next_free(self, count: int) -> Iterator[tuple[int, bytes | None]]:
         """Yield the blocks that are given out next, up to so many, and what each holds."""
         for block in islice(self.free, count):
