@@ -706,7 +706,8 @@ def run(mutant: Mutant, folder: Path) -> str:
         return f"the text is there {text.count(mutant.found)} times, expected once"
     path.write_text(text.replace(mutant.found, mutant.instead), encoding="utf-8")
     words = [word.strip("'") for word in re.findall(r"'[^']*'|\S+", mutant.tests)]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *words]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
+    command = [sys.executable, "-m", "pytest", *options, *words]
     try:
         done = subprocess.run(
             command,
