@@ -47,6 +47,8 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if self._closed or (self.health.off and not trial):",
         ),
         ("object_tier -k Q72_a_bucket", "if self.health.off and self.health.reads.may_try(now_s):"),
+        ("object_tier -k Q72_a_refusal", "asked=not request.changes", "asked=True"),
+        ("object_tier -k Q72_a_refusal", 'f"{text} ({_TO_LIST})"', "text"),
         ("object_tier -k Q74_a_day", "or not self.budget.left(now_ns)", ""),
         ("object_tier -k Q74_a_second", "if self._left < 1:"),
         ("object_tier -k Q74_a_second", " or not self._rate.take(now_ns)", ""),

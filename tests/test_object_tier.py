@@ -338,6 +338,25 @@ def test_Q72_a_bucket_that_does_not_answer_is_off_and_comes_back(
         rig.eventually(loaded)
 
 
+@pytest.mark.parametrize(("method", "named"), [("HEAD", True), ("GET", True), ("PUT", False)])
+def test_Q72_a_refusal_names_the_right_that_may_lack(
+    proxy: Proxy, method: str, named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the right to list, S3 refuses whatever is not there."""
+    path = chain(4)
+    with Rig(proxy.endpoint) as rig:
+        proxy.always("refuse", method)
+        rig.know(path, 4)
+        if method == "HEAD":
+            assert rig.search(chain(4, "unknown"), 4) == 0
+        elif method == "GET":
+            rig.load(path.keys_at(0, range(4)))
+        else:
+            rig.job(JobKind.STORE, chain(4, "new").keys_at(0, range(4)))
+        (line,) = [r.message for r in caplog.records if r.levelname == "ERROR"]
+        assert ("s3:ListBucket" in line) is named
+
+
 def test_Q72_a_search_without_answers_ends(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its requests do; what they bring later is known then."""
     monkeypatch.setattr(of_tier, "SEARCH_NS", 50_000_000)

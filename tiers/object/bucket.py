@@ -34,9 +34,11 @@ if TYPE_CHECKING:
 LOOK_S = 1.0  # for a question whether an object is there
 LOOK_THREADS = 8
 TRIAL = "v1/trial"  # an object that is asked for only to see whether the bucket answers
+_REFUSALS = (PermissionDeniedError, UnauthenticatedError)
 HEAD, GET, PUT, DELETE = "head", "get", "put", "delete"
 UNSENT, TIMEOUT, ERROR = "unsent", "timeout", "error"
 _WHY_MAX = 300
+_TO_LIST = "without the right to list (s3:ListBucket) what is missing is refused, too"
 
 
 class Request(msgspec.Struct, eq=False):
@@ -44,7 +46,8 @@ class Request(msgspec.Struct, eq=False):
 
     ended(request): called by poll(). size: bytes that an object has to have which is read.
     make(): returns what is put; take(data): takes what was read, and may raise BlockCorrupt. Both
-    are called on a thread. anew: put it though an object of this name may be there.
+    are called on a thread. anew: put it though an object of this name may be there. changes: once a
+    put or a deletion was sent, not only asked whether it is needed.
     """
 
     verb: str
@@ -54,6 +57,7 @@ class Request(msgspec.Struct, eq=False):
     make: Callable[[], bytes] | None = None
     take: Callable[[memoryview], None] | None = None
     anew: bool = False
+    changes: bool = False
     outcome: str = ""
     why: str = ""
 
@@ -97,9 +101,13 @@ def client_of(config: ObjectConfig, timeout_s: float) -> obstore.store.ObjectSto
         raise ConfigError(f"[object] url: {reason_of(exc)}") from exc
 
 
-def reason_of(exc: Exception) -> str:
-    """Return the first line of an error, without what follows for developers."""
-    return one_line(str(exc).partition("\n")[0], _WHY_MAX)
+def reason_of(exc: Exception, *, asked: bool = True) -> str:
+    """Return the first line of an error, without what follows for developers.
+
+    asked: the request changes nothing, so a refusal may mean that nothing is there.
+    """
+    text = one_line(str(exc).partition("\n")[0], _WHY_MAX)
+    return f"{text} ({_TO_LIST})" if asked and isinstance(exc, _REFUSALS) else text
 
 
 class Bucket:
@@ -177,8 +185,8 @@ class Bucket:
             self._make(request)
         except (NotFoundError, FileNotFoundError) as exc:
             request.outcome, request.why = MISSING, reason_of(exc)
-        except (PermissionDeniedError, UnauthenticatedError) as exc:
-            request.outcome, request.why = REFUSED, reason_of(exc)
+        except _REFUSALS as exc:
+            request.outcome, request.why = REFUSED, reason_of(exc, asked=not request.changes)
         except BlockCorrupt as exc:
             request.outcome, request.why = CORRUPT, str(exc)
         except (BaseError, OSError) as exc:
@@ -194,6 +202,7 @@ class Bucket:
         if request.verb == HEAD:
             obstore.head(self._looks, name)
         elif request.verb == DELETE:
+            request.changes = True
             obstore.delete(self._looks, name)
         elif request.verb == GET and request.take is not None:
             found = obstore.get(self._moves, name)
@@ -202,7 +211,8 @@ class Bucket:
                 raise BlockCorrupt(f"{name}: {size} bytes, expected {request.size}")
             request.take(memoryview(found.bytes()))
         elif request.make is not None and (request.anew or not self._there(name)):
-            obstore.put(self._moves, name, request.make(), use_multipart=False)
+            data, request.changes = request.make(), True
+            obstore.put(self._moves, name, data, use_multipart=False)
 
     def _there(self, name: str) -> bool:
         """Tell whether another store has put it."""
