@@ -49,6 +49,9 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_tier -k Q72_a_bucket", "if self.health.off and self.health.reads.may_try(now_s):"),
         ("object_tier -k Q72_a_refusal", "asked=not request.changes", "asked=True"),
         ("object_tier -k Q72_a_refusal", 'f"{text} ({_TO_LIST})"', "text"),
+        ("object_tier -k Q74_questions", "self._crowded or", ""),
+        ("object_tier -k Q74_questions", "count >= LOOKS_MIN and", ""),
+        ("object_tier -k Q74_questions", "if request.wanted is not None and not request.wanted():"),
         ("object_tier -k Q74_a_day", "or not self.budget.left(now_ns)", ""),
         ("object_tier -k Q74_a_second", "if self._left < 1:"),
         ("object_tier -k Q74_a_second", " or not self._rate.take(now_ns)", ""),
@@ -64,7 +67,7 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_tier -k Q70_few", "width = min(PARALLEL, count)", "width = count"),
         (
             "object_tier -k Q70_groups",
-            "self._look(runs[-1], partial(self._other, runs))",
+            "self._look(runs[-1], partial(self._other, runs), self.wanted)",
             "self._owed -= 1",
         ),
     ),

@@ -431,6 +431,26 @@ def test_Q74_a_second_has_so_many_requests(s3: S3Server) -> None:
         assert rig.bucket.counts["head_unsent"] > 0
 
 
+def test_Q74_questions_to_a_slow_bucket_are_bounded_and_end_with_their_search(
+    proxy: Proxy,
+) -> None:
+    """What no thread has begun when nobody waits for it any more is not sent."""
+    proxy.slow_s = 0.3
+    proxy.always("slow", "HEAD")
+    with Rig(proxy.endpoint) as rig:
+        assert rig.search(chain(4, "first"), 4) == 0
+        proxy.slow_s = WAIT_S
+        for number in range(20):  # of two questions each
+            rig.tier.search(FULL, chain(8, f"q{number}"), 0, 8, time.monotonic_ns())
+        threads, limit = of_bucket.LOOK_THREADS, of_bucket.LOOKS_MIN
+        assert rig.bucket.counts["head_unsent"] == 40 - limit
+        rig.eventually(lambda: proxy.seen["HEAD"] == 1 + threads)
+        rig.tier.clear()
+        proxy.ended.set()
+        rig.until(lambda: rig.bucket.counts["head_unsent"] == 40 - threads)
+        assert proxy.seen["HEAD"] == 1 + threads
+
+
 def test_Q74_what_waits_is_bounded(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_tier, "QUEUE_MAX", 5)
     monkeypatch.setattr(of_tier, "SEARCHES_MAX", 2)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0  # for a question whether an object is there
 LOOK_THREADS = 8
+LOOKS_MIN = 2 * LOOK_THREADS  # questions that may be open in any case
+LOOKS_WAIT_S = 0.5  # no further one may, where it would wait longer than this for a thread
 TRIAL = "v1/trial"  # an object that is asked for only to see whether the bucket answers
 _REFUSALS = (PermissionDeniedError, UnauthenticatedError)
 HEAD, GET, PUT, DELETE = "head", "get", "put", "delete"
@@ -47,7 +49,8 @@ class Request(msgspec.Struct, eq=False):
     ended(request): called by poll(). size: bytes that an object has to have which is read.
     make(): returns what is put; take(data): takes what was read, and may raise BlockCorrupt. Both
     are called on a thread. anew: put it though an object of this name may be there. changes: once a
-    put or a deletion was sent, not only asked whether it is needed.
+    put or a deletion was sent, not only asked whether it is needed. wanted(): whether to send it
+    still, asked on the thread. took_s: from when it was sent, if it was.
     """
 
     verb: str
@@ -58,8 +61,10 @@ class Request(msgspec.Struct, eq=False):
     take: Callable[[memoryview], None] | None = None
     anew: bool = False
     changes: bool = False
+    wanted: Callable[[], bool] | None = None
     outcome: str = ""
     why: str = ""
+    took_s: float = 0.0
 
 
 class Rate:
@@ -122,6 +127,7 @@ class Bucket:
         self.budget = WriteBudget(config.write_budget_bytes)
         self.counts: Counter[str] = Counter()  # of requests, by verb and outcome; may be emptied
         self._rate = Rate(config.requests)
+        self._look_s = 0.0  # how long questions take, as a mean of the last ones
         self._moves = client_of(config, self.timeout_s)
         self._looks = client_of(config, min(LOOK_S, self.timeout_s))
         self._closed = False
@@ -143,10 +149,16 @@ class Bucket:
 
     def may_look(self, now_ns: int) -> bool:
         """Tell whether to ask for an object, and count it."""
-        if self.health.off or not self._rate.take(now_ns):
+        if self.health.off or self._crowded or not self._rate.take(now_ns):
             self.counts[f"{HEAD}_{UNSENT}"] += 1
             return False
         return True
+
+    @property
+    def _crowded(self) -> bool:
+        """Tell whether questions come faster than the bucket answers."""
+        count = self._lanes[HEAD].open
+        return count >= LOOKS_MIN and count * self._look_s > LOOK_THREADS * LOOKS_WAIT_S
 
     def may_put(self, now_ns: int) -> bool:
         """Tell whether to put an object, and count it."""
@@ -160,6 +172,8 @@ class Bucket:
         for lane in self._lanes.values():
             for request in lane.poll():
                 self.counts[f"{request.verb}_{request.outcome}"] += 1
+                if request.verb == HEAD and request.outcome != UNSENT:
+                    self._look_s += (request.took_s - self._look_s) / (8 if self._look_s else 1)
                 note = self.health.wrote if request.verb == PUT else self.health.read
                 note(request.outcome, request.why, now_s)
                 request.ended(request)
@@ -180,6 +194,9 @@ class Bucket:
         if self._closed or (self.health.off and not trial):
             request.outcome, request.why = UNSENT, "the bucket is not used now"
             return request
+        if request.wanted is not None and not request.wanted():
+            request.outcome, request.why = UNSENT, "nobody waits for the answer any more"
+            return request
         began_s = time.monotonic()
         try:
             self._make(request)
@@ -195,6 +212,7 @@ class Bucket:
             request.outcome, request.why = TIMEOUT if late else ERROR, reason_of(exc)
         else:
             request.outcome = OK
+        request.took_s = time.monotonic() - began_s
         return request
 
     def _make(self, request: Request) -> None:

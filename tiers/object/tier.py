@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import msgspec
@@ -132,12 +132,13 @@ class ObjectTier:
     def _state(self, name: str) -> bool | None:
         return self._known.state(name, self._now_ns)
 
-    def _look(self, run: Run, told: Told) -> None:
+    def _look(self, run: Run, told: Told, wanted: Callable[[], bool]) -> None:
         there = self._state(run.name)
         if there is not None or not self._bucket.may_look(self._now_ns):
             told(there)
             return
-        self._bucket.submit(Request(HEAD, run.name, partial(self._looked, run, told)))
+        ended = partial(self._looked, run, told)
+        self._bucket.submit(Request(HEAD, run.name, ended, wanted=wanted))
 
     def _looked(self, run: Run, told: Told, request: Request) -> None:
         there = {OK: True, MISSING: False}.get(request.outcome)
