@@ -420,6 +420,26 @@ def test_Q74_a_day_has_so_many_bytes(s3: S3Server) -> None:
         assert rig.bucket.budget.left_bytes < 0
 
 
+def test_Q74_what_another_store_has_put_costs_no_budget(s3: S3Server) -> None:
+    path = chain(16)
+    with Rig(s3.endpoint) as other, Rig(s3.endpoint, write_budget=24 * SLOT_BYTES) as rig:
+        other.put(path, 16)
+        before = rig.bucket.budget.left_bytes
+        assert rig.put(path, 16) == 4
+        assert rig.bucket.budget.left_bytes >= before
+        assert rig.put(chain(16, "new"), 16) == 1
+        assert rig.bucket.budget.left_bytes < before
+
+
+def test_Q74_a_put_that_asks_before_is_two_requests(s3: S3Server) -> None:
+    with Rig(s3.endpoint, requests=4) as rig, Rig(s3.endpoint, requests=4) as cleared:
+        cleared.tier.clear()  # it puts in any case
+        for each, count in ((rig, 2), (cleared, 4)):
+            each.tier.use(FULL, chain(32), 32, 0)
+            found = [each.tier.offered(1) for _ in range(6)]
+            assert [bool(keys) for keys in found] == [True] * count + [False] * (6 - count)
+
+
 def test_Q74_a_second_has_so_many_requests(s3: S3Server) -> None:
     path = chain(256)
     with Rig(s3.endpoint, requests=3) as rig:

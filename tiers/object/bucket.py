@@ -74,15 +74,15 @@ class Rate:
         self._per_s = self._left = float(per_s)
         self._last_ns: int | None = None
 
-    def take(self, now_ns: int) -> bool:
-        """Tell whether one more may be made now, and count it."""
+    def take(self, now_ns: int, count: int = 1) -> bool:
+        """Tell whether one more may be made now, and count it, or so many of which it is one."""
         if self._last_ns is not None:
             earned = (now_ns - self._last_ns) * self._per_s / 1e9
             self._left = min(self._per_s, self._left + earned)
         self._last_ns = now_ns
         if self._left < 1:
             return False
-        self._left -= 1
+        self._left -= count
         return True
 
 
@@ -160,11 +160,11 @@ class Bucket:
         count = self._lanes[HEAD].open
         return count >= LOOKS_MIN and count * self._look_s > LOOK_THREADS * LOOKS_WAIT_S
 
-    def may_put(self, now_ns: int) -> bool:
-        """Tell whether to put an object, and count it."""
+    def may_put(self, now_ns: int, *, anew: bool) -> bool:
+        """Tell whether to put an object, and count that, and unless anew the question before it."""
         if self.health.off or not self.budget.left(now_ns):
             return False
-        return self.health.writes.may_try(now_ns / 1e9) and self._rate.take(now_ns)
+        return self.health.writes.may_try(now_ns / 1e9) and self._rate.take(now_ns, 2 - anew)
 
     def poll(self, now_ns: int) -> None:
         """Take the ends of requests; ask now and then whether a bucket that is off answers."""

@@ -194,7 +194,8 @@ class ObjectTier:
             run = self._queue[0][1]
             known = self._known.state(run.name, now_ns)
             if not known and (
-                len(self._putting) >= self._bucket.put_threads or not self._bucket.may_put(now_ns)
+                len(self._putting) >= self._bucket.put_threads
+                or not self._bucket.may_put(now_ns, anew=known is False)
             ):
                 return ()
             self._queue.popleft()
@@ -308,6 +309,8 @@ class ObjectTier:
 
     def _put_ended(self, work: _Work, first: int, end: int, run: Run, request: Request) -> None:
         self._putting.discard(run.name)
+        if not request.changes:  # another store has put it, or nothing was sent
+            self._bucket.budget.spend(-self._form.size(run))
         error = None if request.outcome == OK else TierIOError(request.why)
         if error is None:
             self._known.there(run, self._now_ns)
