@@ -95,6 +95,7 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if search.over:",
         ),
         ("object_tier -k Q72_a_closed", "                fetch.revoke()", "                pass"),
+        ("object_tier -k Q73_no_trial", "if wanted and not self._bucket", "if not self._bucket"),
         ("object_tier -k Q74_what_another", "if not request.changes:"),
         ("object_tier -k Q74_a_put_that_asks", "anew=known is False)", "anew=False)"),
         ("object_tier -k Q74_what_waits", "if len(self._queue) >= QUEUE_MAX:"),
@@ -108,6 +109,11 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_check -k Q76_a_quota", " and int(value) > 0", ""),
     ),
     "kvstore/core/copy_queue.py": (
+        (
+            "object_tier -k Q73_a_run",
+            "all(self._manager.ready(key) is not None for key in keys)",
+            "True",
+        ),
         ("object_store -k Q70_a_request", " and kept_off.isdisjoint(keys)", ""),
     ),
     "kvstore/core/tiering.py": (

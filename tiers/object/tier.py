@@ -188,19 +188,24 @@ class ObjectTier:
         """Count the blocks that wait to be put."""
         return sum(len(run.keys) for _, run in self._queue)
 
-    def offered(self, now_ns: int) -> Sequence[BlockKey]:
-        """Take the next run that may be put now, for a job to store it; () for none."""
+    def offered(
+        self, now_ns: int, here: Callable[[Sequence[BlockKey]], bool]
+    ) -> Sequence[BlockKey]:
+        """Take the next run that may be put now, for a job to store it; () for none.
+
+        here(keys): whether a run can still be stored; no request and no trial is spent on another.
+        """
         while self._queue and self._queue[0][0] <= now_ns:
             run = self._queue[0][1]
             known = self._known.state(run.name, now_ns)
-            if not known and (
-                len(self._putting) >= self._bucket.put_threads
-                or not self._bucket.may_put(now_ns, anew=known is False)
-            ):
+            if not known and len(self._putting) >= self._bucket.put_threads:
+                return ()
+            wanted = not known and here(run.keys)
+            if wanted and not self._bucket.may_put(now_ns, anew=known is False):
                 return ()
             self._queue.popleft()
             self._queued.discard(run.name)
-            if not known:
+            if wanted:
                 return run.keys
         return ()
 
