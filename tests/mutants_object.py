@@ -47,6 +47,12 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if self._closed or (self.health.off and not trial):",
         ),
         ("object_tier -k Q72_a_bucket", "if self.health.off and self.health.reads.may_try(now_s):"),
+        ("object_tier -k Q72_a_refusal", "asked=not request.changes", "asked=True"),
+        ("object_tier -k Q72_a_refusal", 'f"{text} ({_TO_LIST})"', "text"),
+        ("object_tier -k Q74_a_put_that_asks", "now_ns, 2 - anew", "now_ns"),
+        ("object_tier -k Q74_questions", "self._crowded or", ""),
+        ("object_tier -k Q74_questions", "count >= LOOKS_MIN and", ""),
+        ("object_tier -k Q74_questions", "if request.wanted is not None and not request.wanted():"),
         ("object_tier -k Q74_a_day", "or not self.budget.left(now_ns)", ""),
         ("object_tier -k Q74_a_second", "if self._left < 1:"),
         ("object_tier -k Q74_a_second", " or not self._rate.take(now_ns)", ""),
@@ -62,7 +68,7 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_tier -k Q70_few", "width = min(PARALLEL, count)", "width = count"),
         (
             "object_tier -k Q70_groups",
-            "self._look(runs[-1], partial(self._other, runs))",
+            "self._look(runs[-1], partial(self._other, runs), self.wanted)",
             "self._owed -= 1",
         ),
     ),
@@ -89,6 +95,9 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if search.over:",
         ),
         ("object_tier -k Q72_a_closed", "                fetch.revoke()", "                pass"),
+        ("object_tier -k Q73_no_trial", "if wanted and not self._bucket", "if not self._bucket"),
+        ("object_tier -k Q74_what_another", "if not request.changes:"),
+        ("object_tier -k Q74_a_put_that_asks", "anew=known is False)", "anew=False)"),
         ("object_tier -k Q74_what_waits", "if len(self._queue) >= QUEUE_MAX:"),
         ("object_tier -k Q74_what_waits", "or len(self._searches) >= SEARCHES_MAX", ""),
         ("object_tier -k Q77", "        self._known.clear()", "        pass"),
@@ -100,6 +109,11 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_check -k Q76_a_quota", " and int(value) > 0", ""),
     ),
     "kvstore/core/copy_queue.py": (
+        (
+            "object_tier -k Q73_a_run",
+            "all(self._manager.ready(key) is not None for key in keys)",
+            "True",
+        ),
         ("object_store -k Q70_a_request", " and kept_off.isdisjoint(keys)", ""),
     ),
     "kvstore/core/tiering.py": (

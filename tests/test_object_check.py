@@ -98,6 +98,7 @@ def test_Q76_a_bucket_that_does_not_answer_refuses_no_start(
     ((level, text),) = said(config)
     assert level is Level.NOTE
     assert URL in text
+    assert ("s3:ListBucket" in text) == (fault == "refuse")
 
 
 def test_Q76_without_boto3_nothing_but_the_answer_is_said(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Self
+from unittest.mock import Mock
 
 import obstore
 import pytest
 
 from kvstore.config import ObjectConfig, parse
+from kvstore.core.copy_queue import RunQueue
 from kvstore.core.errors import BlockCorrupt, TierIOError
 from kvstore.core.tier import TierContext
 from kvstore.core.types import (
@@ -130,7 +133,7 @@ class Rig:
         """Have a path used, and store what the tier wants of it; return how many runs that was."""
         self.tier.use(rules, path, blocks, time.monotonic_ns())
         count = 0
-        while keys := self.tier.offered(time.monotonic_ns()):
+        while keys := self.tier.offered(time.monotonic_ns(), all_here):
             for at, name in enumerate(keys):
                 self.memory.view(Slot(at))[:] = content(name)
             assert self.job(JobKind.STORE, keys).error is None
@@ -154,6 +157,11 @@ class Rig:
             if not first <= at < first + len(keys):
                 assert self.memory.view(Slot(at)) == before[at]
         return result
+
+
+def all_here(_keys: Sequence[BlockKey]) -> bool:
+    """Whether memory has blocks: all."""
+    return True
 
 
 def content(name: BlockKey) -> bytes:
@@ -338,6 +346,25 @@ def test_Q72_a_bucket_that_does_not_answer_is_off_and_comes_back(
         rig.eventually(loaded)
 
 
+@pytest.mark.parametrize(("method", "named"), [("HEAD", True), ("GET", True), ("PUT", False)])
+def test_Q72_a_refusal_names_the_right_that_may_lack(
+    proxy: Proxy, method: str, named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the right to list, S3 refuses whatever is not there."""
+    path = chain(4)
+    with Rig(proxy.endpoint) as rig:
+        proxy.always("refuse", method)
+        rig.know(path, 4)
+        if method == "HEAD":
+            assert rig.search(chain(4, "unknown"), 4) == 0
+        elif method == "GET":
+            rig.load(path.keys_at(0, range(4)))
+        else:
+            rig.job(JobKind.STORE, chain(4, "new").keys_at(0, range(4)))
+        (line,) = [r.message for r in caplog.records if r.levelname == "ERROR"]
+        assert ("s3:ListBucket" in line) is named
+
+
 def test_Q72_a_search_without_answers_ends(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its requests do; what they bring later is known then."""
     monkeypatch.setattr(of_tier, "SEARCH_NS", 50_000_000)
@@ -372,7 +399,7 @@ def test_Q73_refused_puts_make_the_tier_read_only_until_one_succeeds(
         proxy.always(fault, "PUT")
         rig.tier.use(FULL, path, 32, time.monotonic_ns())
         tried = 0
-        while keys := rig.tier.offered(time.monotonic_ns()):
+        while keys := rig.tier.offered(time.monotonic_ns(), all_here):
             assert rig.job(JobKind.STORE, keys).done == 0
             tried += 1
         assert tried == (1 if fault in ("refuse", "quota", "gone") else 3)
@@ -383,12 +410,49 @@ def test_Q73_refused_puts_make_the_tier_read_only_until_one_succeeds(
 
         def back() -> bool:
             rig.tier.use(FULL, path, 32, time.monotonic_ns())
-            while keys := rig.tier.offered(time.monotonic_ns()):
+            while keys := rig.tier.offered(time.monotonic_ns(), all_here):
                 rig.job(JobKind.STORE, keys)
             return rig.bucket.health.state == "ok"
 
         rig.eventually(back)
         assert len(s3.names()) > 2
+
+
+def test_Q73_no_trial_is_spent_on_what_has_left_memory(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that is still there gets it."""
+    monkeypatch.setattr(of_health, "RETRY_S", 0.0)
+    monkeypatch.setattr(of_health, "RETRY_MAX_S", WAIT_S)
+    gone, path = chain(32, "gone"), chain(4, "here")
+    with Rig(proxy.endpoint, requests=4) as rig:
+        proxy.always("refuse", "PUT")
+        assert rig.job(JobKind.STORE, chain(4, "first").keys_at(0, range(4))).done == 0
+        proxy.always("")
+        rig.tier.use(FULL, gone, 32, time.monotonic_ns())
+        rig.tier.use(FULL, path, 4, time.monotonic_ns())
+        left, asked = set(gone.keys(0, 32)), []
+
+        def in_memory(keys: Sequence[BlockKey]) -> bool:
+            asked.append(keys)
+            return left.isdisjoint(keys)
+
+        keys = rig.tier.offered(time.monotonic_ns(), in_memory)
+        assert list(keys) == path.keys(0, 4)
+        assert len(asked) == 9
+        assert rig.tier.waiting == 0
+
+
+def test_Q73_a_run_that_memory_has_in_part_is_late() -> None:
+    """The tier is asked to store whole runs only."""
+    runs = [chain(2, text).keys(0, 2) for text in ("part", "whole")]
+    counts: Counter[tuple[str, str]] = Counter()
+    tier, manager = Mock(), Mock(pin_run=list)
+    tier.name = "object"
+    tier.offered = lambda _now_ns, here: next(filter(here, runs), ())
+    manager.ready = lambda key: None if key == runs[0][1] else key
+    assert RunQueue(tier, tier, manager, counts).take(8, set(), 0) == runs[1]
+    assert counts == {("object", "late"): 2}
 
 
 def test_Q74_a_day_has_so_many_bytes(s3: S3Server) -> None:
@@ -401,6 +465,26 @@ def test_Q74_a_day_has_so_many_bytes(s3: S3Server) -> None:
         assert rig.bucket.budget.left_bytes < 0
 
 
+def test_Q74_what_another_store_has_put_costs_no_budget(s3: S3Server) -> None:
+    path = chain(16)
+    with Rig(s3.endpoint) as other, Rig(s3.endpoint, write_budget=24 * SLOT_BYTES) as rig:
+        other.put(path, 16)
+        before = rig.bucket.budget.left_bytes
+        assert rig.put(path, 16) == 4
+        assert rig.bucket.budget.left_bytes >= before
+        assert rig.put(chain(16, "new"), 16) == 1
+        assert rig.bucket.budget.left_bytes < before
+
+
+def test_Q74_a_put_that_asks_before_is_two_requests(s3: S3Server) -> None:
+    with Rig(s3.endpoint, requests=4) as rig, Rig(s3.endpoint, requests=4) as cleared:
+        cleared.tier.clear()  # it puts in any case
+        for each, count in ((rig, 2), (cleared, 4)):
+            each.tier.use(FULL, chain(32), 32, 0)
+            found = [each.tier.offered(1, all_here) for _ in range(6)]
+            assert [bool(keys) for keys in found] == [True] * count + [False] * (6 - count)
+
+
 def test_Q74_a_second_has_so_many_requests(s3: S3Server) -> None:
     path = chain(256)
     with Rig(s3.endpoint, requests=3) as rig:
@@ -410,6 +494,26 @@ def test_Q74_a_second_has_so_many_requests(s3: S3Server) -> None:
         asked = [rig.search(chain(8, f"other{n}"), 8) for n in range(5)]
         assert asked == [0] * 5
         assert rig.bucket.counts["head_unsent"] > 0
+
+
+def test_Q74_questions_to_a_slow_bucket_are_bounded_and_end_with_their_search(
+    proxy: Proxy,
+) -> None:
+    """What no thread has begun when nobody waits for it any more is not sent."""
+    proxy.slow_s = 0.3
+    proxy.always("slow", "HEAD")
+    with Rig(proxy.endpoint) as rig:
+        assert rig.search(chain(4, "first"), 4) == 0
+        proxy.slow_s = WAIT_S
+        for number in range(20):  # of two questions each
+            rig.tier.search(FULL, chain(8, f"q{number}"), 0, 8, time.monotonic_ns())
+        threads, limit = of_bucket.LOOK_THREADS, of_bucket.LOOKS_MIN
+        assert rig.bucket.counts["head_unsent"] == 40 - limit
+        rig.eventually(lambda: proxy.seen["HEAD"] == 1 + threads)
+        rig.tier.clear()
+        proxy.ended.set()
+        rig.until(lambda: rig.bucket.counts["head_unsent"] == 40 - threads)
+        assert proxy.seen["HEAD"] == 1 + threads
 
 
 def test_Q74_what_waits_is_bounded(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,11 +171,12 @@ class RunQueue:
 
         kept_off: blocks that are not copied.
         """
-        while keys := self.sharing.offered(now_ns):
+
+        def here(keys: Sequence[BlockKey]) -> bool:
             wanted = len(keys) <= limit and kept_off.isdisjoint(keys)
-            pinned = self._manager.pin_run(keys) if wanted else []
-            if len(pinned) == len(keys):
-                return pinned
-            self._manager.unpin(pinned, used=False)
+            if wanted and all(self._manager.ready(key) is not None for key in keys):
+                return True
             self._counts[self.tier.name, "late"] += len(keys)
-        return []
+            return False
+
+        return self._manager.pin_run(self.sharing.offered(now_ns, here))

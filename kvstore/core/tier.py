@@ -150,8 +150,14 @@ class Sharing(Protocol):
     def use(self, rules: Sequence[GroupRule], chain: Chain, blocks: int, now_ns: int) -> int:
         """A request uses the leading blocks of a path; return how many cannot be queued."""
 
-    def offered(self, now_ns: int) -> Sequence[BlockKey]:
-        """Return blocks to store here next, as one job; none, if there are none now."""
+    def offered(
+        self, now_ns: int, here: Callable[[Sequence[BlockKey]], bool]
+    ) -> Sequence[BlockKey]:
+        """Return blocks to store here next, as one job; none, if there are none now.
+
+        here(keys): whether blocks can still be stored. Those of which that is False are passed
+        over, and cost nothing of what bounds the tier.
+        """
 
     @property
     def waiting(self) -> int:

@@ -19,8 +19,11 @@ RUNS_MAX = 4096  # of one path that are looked for
 WINDOW_RUNS_MAX = 64  # of one other group
 
 Told = Callable[[bool | None], None]
-Look = Callable[[Run, Told], None]
-"""Ask for a run; told: whether it is there, None if that is not known. It may be told at once."""
+Look = Callable[[Run, Told, Callable[[], bool]], None]
+"""Ask for a run; told: whether it is there, None if that is not known. It may be told at once.
+
+The last one says, on any thread, whether the answer is still wanted.
+"""
 
 
 class Search:
@@ -55,6 +58,10 @@ class Search:
         """Tell whether there is a whole run to look for."""
         return self._low < self._high
 
+    def wanted(self) -> bool:
+        """Tell whether its questions still matter."""
+        return not self.over
+
     def begin(self) -> None:
         """Ask the first questions; none, if the first run is known not to be there."""
         if self._known(self.run(self._full, self._low).name) is False:
@@ -78,7 +85,7 @@ class Search:
         self._told.clear()
         self._owed = len(numbers)
         for number in numbers:
-            self._look(self.run(self._full, number), partial(self._tell, number))
+            self._look(self.run(self._full, number), partial(self._tell, number), self.wanted)
 
     def _tell(self, number: int, there: bool | None) -> None:  # noqa: FBT001 - as Told
         self._told[number] = there
@@ -110,10 +117,10 @@ class Search:
         self._owed = len(asked)
         self.over = not asked
         for runs in asked:
-            self._look(runs[-1], partial(self._other, runs))
+            self._look(runs[-1], partial(self._other, runs), self.wanted)
 
     def _other(self, runs: Sequence[Run], there: bool | None) -> None:  # noqa: FBT001 - as Told
         if there:
             self.found += runs
         self._owed -= 1
-        self.over = not self._owed
+        self.over = self.over or not self._owed

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import msgspec
@@ -132,12 +132,13 @@ class ObjectTier:
     def _state(self, name: str) -> bool | None:
         return self._known.state(name, self._now_ns)
 
-    def _look(self, run: Run, told: Told) -> None:
+    def _look(self, run: Run, told: Told, wanted: Callable[[], bool]) -> None:
         there = self._state(run.name)
         if there is not None or not self._bucket.may_look(self._now_ns):
             told(there)
             return
-        self._bucket.submit(Request(HEAD, run.name, partial(self._looked, run, told)))
+        ended = partial(self._looked, run, told)
+        self._bucket.submit(Request(HEAD, run.name, ended, wanted=wanted))
 
     def _looked(self, run: Run, told: Told, request: Request) -> None:
         there = {OK: True, MISSING: False}.get(request.outcome)
@@ -187,18 +188,24 @@ class ObjectTier:
         """Count the blocks that wait to be put."""
         return sum(len(run.keys) for _, run in self._queue)
 
-    def offered(self, now_ns: int) -> Sequence[BlockKey]:
-        """Take the next run that may be put now, for a job to store it; () for none."""
+    def offered(
+        self, now_ns: int, here: Callable[[Sequence[BlockKey]], bool]
+    ) -> Sequence[BlockKey]:
+        """Take the next run that may be put now, for a job to store it; () for none.
+
+        here(keys): whether a run can still be stored; no request and no trial is spent on another.
+        """
         while self._queue and self._queue[0][0] <= now_ns:
             run = self._queue[0][1]
             known = self._known.state(run.name, now_ns)
-            if not known and (
-                len(self._putting) >= self._bucket.put_threads or not self._bucket.may_put(now_ns)
-            ):
+            if not known and len(self._putting) >= self._bucket.put_threads:
+                return ()
+            wanted = not known and here(run.keys)
+            if wanted and not self._bucket.may_put(now_ns, anew=known is False):
                 return ()
             self._queue.popleft()
             self._queued.discard(run.name)
-            if not known:
+            if wanted:
                 return run.keys
         return ()
 
@@ -307,6 +314,8 @@ class ObjectTier:
 
     def _put_ended(self, work: _Work, first: int, end: int, run: Run, request: Request) -> None:
         self._putting.discard(run.name)
+        if not request.changes:  # another store has put it, or nothing was sent
+            self._bucket.budget.spend(-self._form.size(run))
         error = None if request.outcome == OK else TierIOError(request.why)
         if error is None:
             self._known.there(run, self._now_ns)
