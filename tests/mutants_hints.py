@@ -18,6 +18,10 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         ("export_turns -k S2_of_what_peers_want", "self.tiers += found", "self.tiers = found"),
     ),
+    "kvstore/handover/consumer.py": (
+        ("hints -k O26_a_source_that_is", "if not direct and not hinted:", "if not direct:"),
+    ),
+    "kvstore/handover/fetches.py": (("hints -k O26_blocks_come", "if self.hinted:"),),
     "kvstore/handover/producer.py": (
         (
             "export_turns -k S2_of_what_peers_want",
@@ -107,10 +111,16 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("hints -k O26_a_source_is_waited", "if ask.hint and now_ns >= ask.hint_ns:"),
         (
             "hints -k O26_a_source_is_waited",
-            "self._let_go(ask)\n                owed, ask.fetch",
-            "owed, ask.fetch",
+            "self._let_go(ask)\n                self._hint_ends",
+            "self._hint_ends",
         ),
         ("hints -k O26_no_more", "direct and not lookup.hinted", "direct"),
+        ("object_store -k Q70_what_a_hints", "(lookup.hinted and ask.fetch is None)", "False"),
+        (
+            "object_store -k Q70_what_a_hints",
+            "            self._search(ask, now_ns)\n\n    def _owed",
+            "\n    def _owed",
+        ),
     ),
     "connectors/store_connection.py": (
         (

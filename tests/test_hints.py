@@ -37,7 +37,9 @@ class Sources(Others):
         _now_ns: int,
         *,
         direct: bool = False,
+        hinted: bool = False,
     ) -> int:
+        assert hinted
         assert not direct, "what has a source that others may have, too, goes into the store"
         self.wants.append(want)
         return len(self.wants)
@@ -270,6 +272,24 @@ def test_O26_a_source_that_says_nothing_is_late(stores: tuple[LiveStore, LiveSto
         for name in ("first", "second"):
             assert hinted(two, hashes(3, name), place, s=0.2).lease == 0
     assert grown(asking, before) == {"late": 1, "resting": 1}
+
+
+def test_O26_a_source_that_is_waited_for_holds_up_no_other_request(
+    stores: tuple[LiveStore, LiveStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are offered by nobody yet: another request of the same prompt has its answer."""
+    _, asking = stores
+    monkeypatch.setattr("kvstore.handover.consumer.ANSWER_NS", int(WAIT_S * 1e9))
+    chain = hashes(3, "waited for")
+    block_ns = 5 * 10**9 * PART // 3  # 5 s are waited for the source
+    with socket.create_server(("127.0.0.1", 0)) as sock, engine(asking, "b waits") as two:
+        place = f"127.0.0.1:{sock.getsockname()[1]}"
+        waiting = p.Lookup(1001, b"".join(chain), 32, peer=place, hinted=3, block_ns=block_ns)
+        two.scheduler.send(p.Step((waiting, p.Lookup(1002, b"".join(chain), 32))))
+        granted: tuple[p.Granted, ...] = ()
+        while not granted:
+            granted = two.scheduler.take(p.Answers).granted
+        assert [(each.ask, each.missed[0]) for each in granted] == [(1002, "never_seen")]
 
 
 def test_O26_without_hosts_no_hint_is_followed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ import obstore
 import pytest
 
 from kvstore.store import admin
+from kvstore.store import hints as of_hints
 from tests.harness.fakes import hashes
 from tests.harness.live import LiveEngine, LiveStore, engine, eventually, store_settings
 from tests.harness.patience import WAIT_S
@@ -154,6 +156,31 @@ def test_Q70_a_request_that_keeps_off_the_disk_is_not_put(s3: S3Server, tmp_path
         share(attached, s3, hashes(4, "public"))
     with live(tmp_path / "b", s3.endpoint) as b, engine(b) as second:
         assert read(second, chain) == (0, {})
+
+
+@pytest.mark.parametrize("source", ["refused", "dead", "mute"])
+def test_Q70_what_a_hints_source_lacks_is_looked_for_in_the_bucket(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    if source == "dead":
+        monkeypatch.setattr(of_hints, "WAIT_NS", int(WAIT_S * 1e9))
+    hosts = ["10.0.0.1"] if source == "refused" else ["127.0.0.0/8"]
+    chain, outcome = hashes(4, "hinted"), {"dead": "nothing", "mute": "late"}.get(source, source)
+    with live(tmp_path / "a", s3.endpoint) as a, engine(a) as attached:
+        share(attached, s3, chain)
+    with ExitStack() as stack:
+        b = stack.enter_context(live(tmp_path / "b", s3.endpoint, peer={"hints": hosts}))
+        second = stack.enter_context(engine(b))
+        sock = socket.create_server(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+        if source == "dead":
+            sock.close()
+        else:
+            stack.enter_context(sock)
+        granted = second.ask(chain, peer=f"127.0.0.1:{port}", hinted=4)
+        assert second.load(granted, WAIT_S) == [second.content(block) for block in chain]
+        assert granted.sources == {"object": 4}
+        assert b.server.store.numbers.value("kvstore_hints", outcome) == 1
 
 
 def test_Q72_a_server_that_freezes_or_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

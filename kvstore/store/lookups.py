@@ -154,8 +154,8 @@ class Lookups:
         if lookup.peer and self._peers is not None and not alone:
             self._ask_peer(self._peers, ask, lookup, direct=lookup.direct and session.direct)
         if not alone and (not lookup.peer or (lookup.hinted and ask.fetch is None)):
-            self._search(ask)
-        if self._owed(ask):
+            self._search(ask, now_ns)
+        if self._owed(ask, now_ns):
             ask.look_ns = ask.hint_ns or now_ns + _OWED_NS
         else:
             found = self._settled(ask, now_ns)
@@ -172,14 +172,14 @@ class Lookups:
         session.asked_bytes += len(lookup.hashes)
         return None
 
-    def _search(self, ask: Ask) -> None:
+    def _search(self, ask: Ask, now_ns: int) -> None:
         """Have shared tiers look for what no tier of ours has."""
         shared = ask.namespace.tiering.shared
         if not shared:
             return
         lacking = self._lacking(ask, ask.blocks, direct=False)[ask.namespace.full_first[0]]
         for queue in shared if lacking else ():
-            queue.search(ask.chain, lacking[0], ask.blocks, ask.asked_ns)
+            queue.search(ask.chain, lacking[0], ask.blocks, now_ns)
 
     def _ask_peer(self, peers: Peers, ask: Ask, lookup: p.Lookup, *, direct: bool) -> None:
         """Ask a peer for what no tier of ours has, if there is anything to ask for.
@@ -204,7 +204,8 @@ class Lookups:
         scope, request, block_ns = lookup.scope, lookup.request, lookup.block_ns
         want = m.Want(0, hashes, lookup.width, indices, scope, request, push=push,
                       block_ns=block_ns)  # fmt: skip
-        ask.fetch = peers.fetch(ask.namespace, lookup.peer, want, ask.asked_ns, direct=direct)
+        ask.fetch = peers.fetch(ask.namespace, lookup.peer, want, ask.asked_ns, direct=direct,
+                                hinted=lookup.hinted > 0)  # fmt: skip
         if ask.fetch is None:
             self._hints.ends(ask, "refused")
         elif direct:
@@ -282,14 +283,20 @@ class Lookups:
             lacking.append(absent)
         return reaching_on(namespace.layout.rules, lacking, blocks) if direct else lacking
 
-    def _owed(self, ask: Ask) -> bool:
+    def _hint_ends(self, ask: Ask, outcome: str, now_ns: int) -> None:
+        """A hint, if the ask has one, has come to this; a bucket may have what its peer lacks."""
+        if ask.hint:
+            self._hints.ends(ask, outcome)
+            self._search(ask, now_ns)
+
+    def _owed(self, ask: Ask, now_ns: int) -> bool:
         """Tell whether the peer that was asked has still to answer; once it has, look at once."""
         if ask.fetch is None or self._peers is None or ask.offered is not None:
             return False
         ask.offered = self._peers.inlet(ask.namespace).offered(ask.fetch)
         if ask.offered is not None:
             ask.look_ns = 0
-            self._hints.ends(ask, "offered" if ask.offered else "nothing")
+            self._hint_ends(ask, "offered" if ask.offered else "nothing", now_ns)
         return ask.offered is None
 
     def _settled(self, ask: Ask, now_ns: int) -> _Hit | None:
@@ -402,10 +409,10 @@ class Lookups:
         """Answer the lookups whose time has come."""
         answers: list[p.Granted] = []
         for ask in list(session.asks.values()):
-            owed = self._owed(ask)
+            owed = self._owed(ask, now_ns)
             if ask.hint and now_ns >= ask.hint_ns:
-                self._hints.ends(ask, "late")
                 self._let_go(ask)
+                self._hint_ends(ask, "late", now_ns)
                 owed, ask.fetch, ask.look_ns = False, None, 0
             if now_ns < min(ask.look_ns, ask.deadline_ns):
                 continue
@@ -425,7 +432,7 @@ class Lookups:
     ) -> p.Granted:
         namespace, chain = ask.namespace, ask.chain
         manager = namespace.manager
-        self._owed(ask)  # it may have answered since the last look
+        self._owed(ask, now_ns)  # it may have answered since the last look
         waited = found is None
         if found is None:
             found = self._look(ask, now_ns, wait=False)

@@ -23,6 +23,8 @@ from tests.engine.support import (
     since,
 )
 
+TICK_STEPS = 20
+
 
 class Served:
     """A store, an engine attached to it, and the KV events that the engine publishes."""
@@ -75,16 +77,23 @@ class Served:
         return settled(lambda: since(self.store.address, before))
 
     def events(self) -> list[Any]:
-        """What has been published since the last call, as vLLM's objects; arrives a step late."""
+        """What has been published since the last call, as vLLM's objects; arrives a step late.
+
+        Of much at once a step publishes a part: the engine steps until nothing comes any more.
+        """
         from vllm.distributed.kv_events import KVEventBatch
 
         decoder = msgspec.msgpack.Decoder(KVEventBatch)
-        self.engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=2)
-        self.engine.go_idle()
         found: list[Any] = []
-        while self._subscription.poll(500):
-            *_, payload = self._subscription.recv_multipart()
-            found += decoder.decode(payload).events
+        before = -1
+        while len(found) > before:
+            before = len(found)
+            # Less than a block, so that it is none of the events.
+            self.engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=TICK_STEPS)
+            self.engine.go_idle()
+            while self._subscription.poll(500):
+                *_, payload = self._subscription.recv_multipart()
+                found += decoder.decode(payload).events
         return found
 
 
