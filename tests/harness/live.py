@@ -25,6 +25,7 @@ from kvstore.wire import framing
 from kvstore.wire.framing import from_u32, u32
 from tests.harness import fakes
 from tests.harness.patience import WAIT_S
+from tiers.cpu import CpuExtent
 
 M = TypeVar("M", bound=framing.Message)
 
@@ -67,7 +68,16 @@ class LiveStore:
         self.server.stop()
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
-        self.seconds = self.seconds or time.monotonic() - started
+        if not self.seconds:
+            self.seconds = time.monotonic() - started
+            self._close_memory()
+
+    def _close_memory(self) -> None:
+        """Close descriptors that a store leaves to the end of its process."""
+        for namespace in self.server.store.namespaces.values():
+            for mapping in namespace.extents.values():
+                if isinstance(mapping.memory, CpuExtent):
+                    os.close(mapping.memory.fd)
 
 
 class Client:
@@ -156,8 +166,9 @@ class LiveEngine:
         self.close()
 
     def map_extent(self) -> None:
-        message = self.worker.take(p.Extent)
-        self._maps.append((message, mmap.mmap(self.worker.fds.pop(0), message.bytes)))
+        message, fd = self.worker.take(p.Extent), self.worker.fds.pop(0)
+        self._maps.append((message, mmap.mmap(fd, message.bytes)))
+        os.close(fd)
         self.worker.send(p.Mapped(message.extent))
 
     def _map_of(self, slot: int) -> tuple[p.Extent, mmap.mmap]:
