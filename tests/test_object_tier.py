@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self
+from typing import Any, Self
 from unittest.mock import Mock
 
 import obstore
@@ -33,6 +33,7 @@ from tests.harness.patience import WAIT_S
 from tests.harness.s3 import CREDENTIALS, URL, Proxy, S3Server
 from tiers.object import bucket as of_bucket
 from tiers.object import health as of_health
+from tiers.object import search as of_search
 from tiers.object import tier as of_tier
 from tiers.object.bucket import Bucket, Request
 from tiers.object.format import Run
@@ -527,6 +528,45 @@ def test_Q74_what_waits_is_bounded(s3: S3Server, monkeypatch: pytest.MonkeyPatch
             rig.tier.search(FULL, chain(8, f"q{number}"), 0, 8, time.monotonic_ns())
         waits = [rig.tier.lookup(chain(8, f"q{number}").key(0, 0)) for number in range(4)]
         assert waits.count(RETRY) <= 2
+
+
+def test_Q74_a_turn_of_the_store_names_a_bounded_part_of_a_long_path(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_tier, "QUEUED_MAX", 4)
+    monkeypatch.setattr(of_tier, "FOUND_MAX", 3)
+    path = chain(120)
+    with Rig(s3.endpoint) as first, Rig(s3.endpoint) as rig:
+        assert [first.put(path, 120) for _ in range(9)] == [4] * 7 + [2, 0]
+        rig.tier.search(FULL, path, 0, 120, time.monotonic_ns())
+        grown, before = [0], 0
+
+        def over() -> bool:
+            nonlocal before
+            known = len(rig.tier._known._runs)
+            grown.append(known - before)
+            before = known
+            return rig.tier.lookup(path.key(0, 0)) is not RETRY
+
+        rig.until(over)
+        assert rig.search(path, 120) == 120
+        assert max(grown) <= 3 + of_search.PARALLEL  # and what was asked for
+
+
+def test_Q74_what_is_named_of_a_path_is_not_named_from_its_beginning() -> None:
+    sizes: list[int] = []
+
+    class Slices(list[BlockKey]):
+        def __getitem__(self, at: Any) -> Any:  # noqa: ANN401 - as a list
+            found = super().__getitem__(at)
+            sizes.append(len(found))
+            return found
+
+    path = chain(64)
+    path._leading[0] = Slices()
+    for at in range(0, 64, 4):
+        assert path.keys_at(0, range(at, at + 4)) == [path.key(0, at + n) for n in range(4)]
+    assert sizes == [4] * 16
 
 
 def test_Q74_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import islice
 
 import msgspec
 
@@ -34,6 +35,8 @@ SEARCH_NS = 1_500_000_000  # for all questions about one path
 SEARCHES_MAX = 256
 QUEUE_MAX = 1024  # runs that wait to be put
 SCAN_MAX = 1024  # runs of a path that one use looks at
+QUEUED_MAX = 128  # of which it queues so many; the next use of the path goes on
+FOUND_MAX = 128  # runs that are named in one turn, of all that searches have found
 DELAY_NS = 500_000_000  # from a use until its runs are put: they may still be coming from a disk
 DRAIN_S = 20.0
 _PAUSE_S = 0.001
@@ -151,12 +154,14 @@ class ObjectTier:
         told(there)
 
     def _end_searches(self) -> None:
+        room = FOUND_MAX
         for key, (search, until_ns) in list(self._searches.items()):
             if search.over:
-                for run in search.found:
+                for run in islice(search.found, room):
+                    room -= 1
                     if self._known.state(run.name, self._now_ns) is None:
                         self._known.there(run, self._now_ns)
-            if search.over or self._now_ns >= until_ns:
+            if (search.over and room) or self._now_ns >= until_ns:
                 search.over = True
                 del self._searches[key]
 
@@ -165,7 +170,7 @@ class ObjectTier:
 
         Return how many blocks found no room in the queue.
         """
-        skipped = 0
+        skipped, room = 0, QUEUED_MAX
         if self._closed or self._bucket.health.off or all(r.trailing is not None for r in rules):
             return 0
         for number in range(min(blocks // self._form.run_blocks, SCAN_MAX)):
@@ -179,6 +184,9 @@ class ObjectTier:
                 if len(self._queue) >= QUEUE_MAX:
                     skipped += len(kept)
                     continue
+                room -= 1
+                if room < 0:
+                    return skipped
                 self._queued.add(name)
                 self._queue.append((now_ns + DELAY_NS, Run(name, chain.keys_at(group, kept))))
         return skipped
