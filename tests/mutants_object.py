@@ -103,7 +103,8 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_tier -k Q74_a_put_that_asks", "anew=known is False)", "anew=False)"),
         ("object_tier -k Q74_what_waits", "if len(self._queue) >= QUEUE_MAX:"),
         ("object_tier -k Q74_what_waits", "or len(self._searches) >= SEARCHES_MAX", ""),
-        ("object_tier -k Q77", "        self._known.clear()", "        pass"),
+        ("object_tier -k Q77_a_clear", " and clears == self._clears", ""),
+        ("object_tier -k Q77_after", "        self._known.clear()", "        pass"),
     ),
     "tiers/object/refusals.py": (
         ("object_check -k Q76_the_life", 'rule.get("Status") == "Enabled"', "True"),

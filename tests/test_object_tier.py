@@ -603,6 +603,23 @@ def test_Q77_after_a_clear_nothing_of_before_is_used(s3: S3Server) -> None:
         assert other.search(path, 8) == 8
 
 
+def test_Q77_a_clear_during_a_put_deletes_no_object(s3: S3Server, proxy: Proxy) -> None:
+    """The store discards what it put meanwhile; that may be what another store has put."""
+    path = chain(4)
+    proxy.slow_s = WAIT_S
+    with Rig(s3.endpoint) as other, Rig(proxy.endpoint) as rig:
+        other.put(path, 4)
+        proxy.always("slow", "HEAD")
+        keys, slots = tuple(path.keys(0, 4)), tuple(map(Slot, range(4)))
+        rig.tier.submit(TransferJob(JobId(1), JobKind.STORE, keys, slots))
+        rig.tier.clear()
+        proxy.ended.set()
+        assert [result.done for result in finish(rig.tier, 1)] == [4]
+        assert rig.tier.lookup(keys[0]) is MISS
+        rig.tier.discard(keys)
+    assert len(s3.names()) == 1
+
+
 def test_Q72_a_closed_tier_writes_into_no_slot(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ class ObjectTier:
         self._queued: set[str] = set()
         self._putting: set[str] = set()
         self._open = 0
+        self._clears = 0
         self._results: list[JobResult] = []
         self._closed = False
 
@@ -275,6 +276,7 @@ class ObjectTier:
 
     def clear(self) -> None:
         """Use nothing that is there now, until the store is started again; others may."""
+        self._clears += 1
         self._known.clear()
         for search, _ in self._searches.values():
             search.over = True
@@ -314,18 +316,20 @@ class ObjectTier:
             Request(
                 PUT,
                 run.name,
-                partial(self._put_ended, work, first, end, run),
+                partial(self._put_ended, work, first, end, run, self._clears),
                 make=partial(self._form.pack, run, blocks),
                 anew=known is False,  # or another store may have put it
             )
         )
 
-    def _put_ended(self, work: _Work, first: int, end: int, run: Run, request: Request) -> None:
+    def _put_ended(
+        self, work: _Work, first: int, end: int, run: Run, clears: int, request: Request
+    ) -> None:
         self._putting.discard(run.name)
         if not request.changes:  # another store has put it, or nothing was sent
             self._bucket.budget.spend(-self._form.size(run))
         error = None if request.outcome == OK else TierIOError(request.why)
-        if error is None:
+        if error is None and clears == self._clears:  # or it may be another store's: not to delete
             self._known.there(run, self._now_ns)
         self._stored(work, first, end, error)
         self._end(work)
