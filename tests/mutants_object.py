@@ -49,6 +49,7 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_tier -k Q72_a_bucket", "if self.health.off and self.health.reads.may_try(now_s):"),
         ("object_tier -k Q72_a_refusal", "asked=not request.changes", "asked=True"),
         ("object_tier -k Q72_a_refusal", 'f"{text} ({_TO_LIST})"', "text"),
+        ("object_tier -k Q72_a_refused_d", "if request.verb != DELETE:", "if True:"),
         ("object_tier -k Q74_a_put_that_asks", "now_ns, 2 - anew", "now_ns"),
         ("object_tier -k Q74_questions", "self._crowded or", ""),
         ("object_tier -k Q74_questions", "count >= LOOKS_MIN and", ""),

@@ -366,6 +366,17 @@ def test_Q72_a_refusal_names_the_right_that_may_lack(
         assert ("s3:ListBucket" in line) is named
 
 
+def test_Q72_a_refused_deletion_switches_nothing_off(proxy: Proxy) -> None:
+    path = chain(4)
+    with Rig(proxy.endpoint) as rig:
+        rig.put(path, 4)
+        proxy.always("refuse", "DELETE", "POST")
+        rig.tier.discard(path.keys(0, 1))
+        rig.until(lambda: any(name.startswith("delete_") for name in rig.bucket.counts))
+        assert rig.bucket.counts["delete_refused"] == 1
+        assert rig.bucket.health.state == "ok"
+
+
 def test_Q72_a_search_without_answers_ends(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its requests do; what they bring later is known then."""
     monkeypatch.setattr(of_tier, "SEARCH_NS", 50_000_000)
