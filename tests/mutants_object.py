@@ -49,6 +49,7 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_tier -k Q72_a_bucket", "if self.health.off and self.health.reads.may_try(now_s):"),
         ("object_tier -k Q72_a_refusal", "asked=not request.changes", "asked=True"),
         ("object_tier -k Q72_a_refusal", 'f"{text} ({_TO_LIST})"', "text"),
+        ("object_tier -k Q72_a_refused_d", "if request.verb != DELETE:", "if True:"),
         ("object_tier -k Q74_a_put_that_asks", "now_ns, 2 - anew", "now_ns"),
         ("object_tier -k Q74_questions", "self._crowded or", ""),
         ("object_tier -k Q74_questions", "count >= LOOKS_MIN and", ""),
@@ -68,7 +69,7 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_tier -k Q70_few", "width = min(PARALLEL, count)", "width = count"),
         (
             "object_tier -k Q70_groups",
-            "self._look(runs[-1], partial(self._other, runs), self.wanted)",
+            "self._look(self.run(group, numbers[-1]), told, self.wanted)",
             "self._owed -= 1",
         ),
     ),
@@ -91,22 +92,33 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         (
             "object_tier -k Q72_a_search",
-            "if search.over or self._now_ns >= until_ns:",
-            "if search.over:",
+            "if (search.over and room) or self._now_ns >= until_ns:",
+            "if search.over and room:",
         ),
         ("object_tier -k Q72_a_closed", "                fetch.revoke()", "                pass"),
         ("object_tier -k Q73_no_trial", "if wanted and not self._bucket", "if not self._bucket"),
+        ("object_tier -k Q74_a_turn", "if room < 0:"),
+        ("object_tier -k Q74_a_turn", "islice(search.found, room)", "search.found"),
+        ("object_tier -k Q74_a_turn", "(search.over and room)", "search.over"),
         ("object_tier -k Q74_what_another", "if not request.changes:"),
         ("object_tier -k Q74_a_put_that_asks", "anew=known is False)", "anew=False)"),
         ("object_tier -k Q74_what_waits", "if len(self._queue) >= QUEUE_MAX:"),
         ("object_tier -k Q74_what_waits", "or len(self._searches) >= SEARCHES_MAX", ""),
-        ("object_tier -k Q77", "        self._known.clear()", "        pass"),
+        ("object_tier -k Q77_a_clear", " and clears == self._clears", ""),
+        ("object_tier -k Q77_after", "        self._known.clear()", "        pass"),
     ),
     "tiers/object/refusals.py": (
         ("object_check -k Q76_the_life", 'rule.get("Status") == "Enabled"', "True"),
         ("object_check -k Q76_the_life", 'f"{folder}/".startswith(prefix)', "True"),
         ("object_check -k Q76_the_life", " and not narrow", ""),
         ("object_check -k Q76_a_quota", " and int(value) > 0", ""),
+    ),
+    "kvstore/core/types.py": (
+        (
+            "object_tier -k Q74_what_is_named",
+            "named[indices.start : indices.stop : indices.step]",
+            "named[: indices.stop][indices.start :: indices.step]",
+        ),
     ),
     "kvstore/core/copy_queue.py": (
         (

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self
+from typing import Any, Self
 from unittest.mock import Mock
 
 import obstore
@@ -33,6 +33,7 @@ from tests.harness.patience import WAIT_S
 from tests.harness.s3 import CREDENTIALS, URL, Proxy, S3Server
 from tiers.object import bucket as of_bucket
 from tiers.object import health as of_health
+from tiers.object import search as of_search
 from tiers.object import tier as of_tier
 from tiers.object.bucket import Bucket, Request
 from tiers.object.format import Run
@@ -365,6 +366,17 @@ def test_Q72_a_refusal_names_the_right_that_may_lack(
         assert ("s3:ListBucket" in line) is named
 
 
+def test_Q72_a_refused_deletion_switches_nothing_off(proxy: Proxy) -> None:
+    path = chain(4)
+    with Rig(proxy.endpoint) as rig:
+        rig.put(path, 4)
+        proxy.always("refuse", "DELETE", "POST")
+        rig.tier.discard(path.keys(0, 1))
+        rig.until(lambda: any(name.startswith("delete_") for name in rig.bucket.counts))
+        assert rig.bucket.counts["delete_refused"] == 1
+        assert rig.bucket.health.state == "ok"
+
+
 def test_Q72_a_search_without_answers_ends(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its requests do; what they bring later is known then."""
     monkeypatch.setattr(of_tier, "SEARCH_NS", 50_000_000)
@@ -529,6 +541,45 @@ def test_Q74_what_waits_is_bounded(s3: S3Server, monkeypatch: pytest.MonkeyPatch
         assert waits.count(RETRY) <= 2
 
 
+def test_Q74_a_turn_of_the_store_names_a_bounded_part_of_a_long_path(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_tier, "QUEUED_MAX", 4)
+    monkeypatch.setattr(of_tier, "FOUND_MAX", 3)
+    path = chain(120)
+    with Rig(s3.endpoint) as first, Rig(s3.endpoint) as rig:
+        assert [first.put(path, 120) for _ in range(9)] == [4] * 7 + [2, 0]
+        rig.tier.search(FULL, path, 0, 120, time.monotonic_ns())
+        grown, before = [0], 0
+
+        def over() -> bool:
+            nonlocal before
+            known = len(rig.tier._known._runs)
+            grown.append(known - before)
+            before = known
+            return rig.tier.lookup(path.key(0, 0)) is not RETRY
+
+        rig.until(over)
+        assert rig.search(path, 120) == 120
+        assert max(grown) <= 3 + of_search.PARALLEL  # and what was asked for
+
+
+def test_Q74_what_is_named_of_a_path_is_not_named_from_its_beginning() -> None:
+    sizes: list[int] = []
+
+    class Slices(list[BlockKey]):
+        def __getitem__(self, at: Any) -> Any:  # noqa: ANN401 - as a list
+            found = super().__getitem__(at)
+            sizes.append(len(found))
+            return found
+
+    path = chain(64)
+    path._leading[0] = Slices()
+    for at in range(0, 64, 4):
+        assert path.keys_at(0, range(at, at + 4)) == [path.key(0, at + n) for n in range(4)]
+    assert sizes == [4] * 16
+
+
 def test_Q74_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     from tiers.object import known
 
@@ -561,6 +612,23 @@ def test_Q77_after_a_clear_nothing_of_before_is_used(s3: S3Server) -> None:
         assert rig.bucket.counts["put_ok"] == 2
         assert rig.search(path, 8) == 8
         assert other.search(path, 8) == 8
+
+
+def test_Q77_a_clear_during_a_put_deletes_no_object(s3: S3Server, proxy: Proxy) -> None:
+    """The store discards what it put meanwhile; that may be what another store has put."""
+    path = chain(4)
+    proxy.slow_s = WAIT_S
+    with Rig(s3.endpoint) as other, Rig(proxy.endpoint) as rig:
+        other.put(path, 4)
+        proxy.always("slow", "HEAD")
+        keys, slots = tuple(path.keys(0, 4)), tuple(map(Slot, range(4)))
+        rig.tier.submit(TransferJob(JobId(1), JobKind.STORE, keys, slots))
+        rig.tier.clear()
+        proxy.ended.set()
+        assert [result.done for result in finish(rig.tier, 1)] == [4]
+        assert rig.tier.lookup(keys[0]) is MISS
+        rig.tier.discard(keys)
+    assert len(s3.names()) == 1
 
 
 def test_Q72_a_closed_tier_writes_into_no_slot(

@@ -174,8 +174,9 @@ class Bucket:
                 self.counts[f"{request.verb}_{request.outcome}"] += 1
                 if request.verb == HEAD and request.outcome != UNSENT:
                     self._look_s += (request.took_s - self._look_s) / (8 if self._look_s else 1)
-                note = self.health.wrote if request.verb == PUT else self.health.read
-                note(request.outcome, request.why, now_s)
+                if request.verb != DELETE:  # the right to delete is not needed to read or put
+                    note = self.health.wrote if request.verb == PUT else self.health.read
+                    note(request.outcome, request.why, now_s)
                 request.ended(request)
         if self.health.off and self.health.reads.may_try(now_s):
             self.submit(Request(HEAD, TRIAL, lambda _: None, anew=True))

@@ -8,7 +8,7 @@ those runs are asked for that a hit needs which ends there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvstore.core.types import BlockKey, Chain, GroupRule
@@ -44,7 +44,8 @@ class Search:
         known(name): whether the object of a run is there, without asking; None: not known.
         """
         self.over = False
-        self.found: list[Run] = []  # once it is over: they are there, as far as is known
+        self.found = self._runs()  # once it is over: they are there, as far as is known
+        self._there: list[tuple[int, range]] = []  # of groups, the runs that are
         self._form, self._rules, self._chain = form, rules, chain
         self._look, self._known = look, known
         self._full = next(g for g, rule in enumerate(rules) if rule.trailing is None)
@@ -73,6 +74,12 @@ class Search:
         kept = self._form.kept(self._rules[group], number)
         keys: list[BlockKey] = self._chain.keys_at(group, kept)
         return Run(self._form.name_of(keys[-1]), keys)
+
+    def _runs(self) -> Iterator[Run]:
+        """Name what is there one by one: a long path has too many for one turn of the store."""
+        for group, numbers in self._there:
+            for number in numbers:
+                yield self.run(group, number)
 
     def _narrow(self) -> None:
         """Ask for some runs between those that are there and the first that is not."""
@@ -105,22 +112,23 @@ class Search:
     def _find_others(self) -> None:
         """Ask for what a hit up to here needs of the other groups."""
         end, size = self._low, self._form.run_blocks
-        self.found += [self.run(self._full, number) for number in range(self._begin, end)]
-        asked: list[list[Run]] = []  # the last of each stands for all
+        self._there.append((self._full, range(self._begin, end)))
+        asked: list[tuple[int, range]] = []  # the last of each stands for all
         for group, rule in enumerate(self._rules) if end > self._begin else ():
             if rule.trailing is None and group != self._full:
-                asked.append([self.run(group, number) for number in range(self._begin, end)])
+                asked.append((group, range(self._begin, end)))
             elif rule.trailing is not None:
                 first = rule.first_of(end * size, inside=0) // size
                 numbers = range(max(first, end - WINDOW_RUNS_MAX), end)
-                asked += [[self.run(group, number)] for number in numbers]
+                asked += [(group, range(number, number + 1)) for number in numbers]
         self._owed = len(asked)
         self.over = not asked
-        for runs in asked:
-            self._look(runs[-1], partial(self._other, runs), self.wanted)
+        for group, numbers in asked:
+            told = partial(self._other, group, numbers)
+            self._look(self.run(group, numbers[-1]), told, self.wanted)
 
-    def _other(self, runs: Sequence[Run], there: bool | None) -> None:  # noqa: FBT001 - as Told
+    def _other(self, group: int, numbers: range, there: bool | None) -> None:  # noqa: FBT001 - as Told
         if there:
-            self.found += runs
+            self._there.append((group, numbers))
         self._owed -= 1
         self.over = self.over or not self._owed

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import islice
 
 import msgspec
 
@@ -34,6 +35,8 @@ SEARCH_NS = 1_500_000_000  # for all questions about one path
 SEARCHES_MAX = 256
 QUEUE_MAX = 1024  # runs that wait to be put
 SCAN_MAX = 1024  # runs of a path that one use looks at
+QUEUED_MAX = 128  # of which it queues so many; the next use of the path goes on
+FOUND_MAX = 128  # runs that are named in one turn, of all that searches have found
 DELAY_NS = 500_000_000  # from a use until its runs are put: they may still be coming from a disk
 DRAIN_S = 20.0
 _PAUSE_S = 0.001
@@ -109,6 +112,7 @@ class ObjectTier:
         self._queued: set[str] = set()
         self._putting: set[str] = set()
         self._open = 0
+        self._clears = 0
         self._results: list[JobResult] = []
         self._closed = False
 
@@ -151,12 +155,14 @@ class ObjectTier:
         told(there)
 
     def _end_searches(self) -> None:
+        room = FOUND_MAX
         for key, (search, until_ns) in list(self._searches.items()):
             if search.over:
-                for run in search.found:
+                for run in islice(search.found, room):
+                    room -= 1
                     if self._known.state(run.name, self._now_ns) is None:
                         self._known.there(run, self._now_ns)
-            if search.over or self._now_ns >= until_ns:
+            if (search.over and room) or self._now_ns >= until_ns:
                 search.over = True
                 del self._searches[key]
 
@@ -165,7 +171,7 @@ class ObjectTier:
 
         Return how many blocks found no room in the queue.
         """
-        skipped = 0
+        skipped, room = 0, QUEUED_MAX
         if self._closed or self._bucket.health.off or all(r.trailing is not None for r in rules):
             return 0
         for number in range(min(blocks // self._form.run_blocks, SCAN_MAX)):
@@ -179,6 +185,9 @@ class ObjectTier:
                 if len(self._queue) >= QUEUE_MAX:
                     skipped += len(kept)
                     continue
+                room -= 1
+                if room < 0:
+                    return skipped
                 self._queued.add(name)
                 self._queue.append((now_ns + DELAY_NS, Run(name, chain.keys_at(group, kept))))
         return skipped
@@ -267,6 +276,7 @@ class ObjectTier:
 
     def clear(self) -> None:
         """Use nothing that is there now, until the store is started again; others may."""
+        self._clears += 1
         self._known.clear()
         for search, _ in self._searches.values():
             search.over = True
@@ -306,18 +316,20 @@ class ObjectTier:
             Request(
                 PUT,
                 run.name,
-                partial(self._put_ended, work, first, end, run),
+                partial(self._put_ended, work, first, end, run, self._clears),
                 make=partial(self._form.pack, run, blocks),
                 anew=known is False,  # or another store may have put it
             )
         )
 
-    def _put_ended(self, work: _Work, first: int, end: int, run: Run, request: Request) -> None:
+    def _put_ended(
+        self, work: _Work, first: int, end: int, run: Run, clears: int, request: Request
+    ) -> None:
         self._putting.discard(run.name)
         if not request.changes:  # another store has put it, or nothing was sent
             self._bucket.budget.spend(-self._form.size(run))
         error = None if request.outcome == OK else TierIOError(request.why)
-        if error is None:
+        if error is None and clears == self._clears:  # or it may be another store's: not to delete
             self._known.there(run, self._now_ns)
         self._stored(work, first, end, error)
         self._end(work)
