@@ -95,11 +95,36 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         (
             "snapshot -k O27_rows",
-            "                txn.delete(GENERATION.pack(generation), db=table)\n",
+            "                txn.delete(GENERATION.pack(VALUE.unpack(value)[2]), db=tokens)\n",
             "                pass\n",
         ),
+        (
+            "snapshot -k O27_a_record_that_is_refused",
+            "if tokens is not None and value is not None and len(value) == VALUE.size:",
+        ),
+    ),
+    "kvstore/store/sessions.py": (
+        (
+            "snapshot -k O27_a_page_that_is_due",
+            "            session.page_due, session.snapshot = False, None\n",
+            "",
+        ),
+    ),
+    "kvstore/store/namespace.py": (
+        (
+            "snapshot -k O27_what_a_disk_asks",
+            "describe(partial(_tokens_of, layout, tokens))",
+            "describe(self.tokens_of)",
+        ),
+        ("snapshot -k O27_what_a_disk_asks", "if width and _is_full", "if _is_full"),
     ),
     "tiers/nvme/tier.py": (
+        (
+            "snapshot -k O27_token_ids_that_were",
+            "            del pages[old]\n",
+            "            pass\n",
+        ),
+        ("snapshot -k O27_token_ids_that_were", "            self._token_pages.clear()\n", ""),
         (
             "snapshot -k O27_a_row",
             "or record.generation != generation:",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,14 +17,20 @@ from connectors.events import EVENTS_PER_STEP, BlockEvent
 from connectors.store_client import DISK, HELD_COST, MEMORY
 from kvstore.config import Config, parse
 from kvstore.core.errors import ProtocolError
-from kvstore.core.types import make_key
+from kvstore.core.types import BlockKey, make_key
+from kvstore.metrics import Numbers
 from kvstore.store import admin
+from kvstore.store.namespace import Namespace
 from kvstore.store.token_ids import ENTRY_BYTES, TABLES, TokenIds
 from kvstore.wire import engine as p
+from tests.harness.fakes import Town
+from tests.harness.fakes import settings as town_settings
 from tests.harness.live import LiveEngine, LiveStore, engine
 from tests.harness.nvme_blocks import key, settings_for, shelf
 from tests.harness.script import Request, Script, hashes
 from tests.test_events import SMALL, TWO, plain
+from tiers.nvme import tier as of_tier
+from tiers.nvme.messages import VALUE, Commit
 
 TOKENS = 16
 
@@ -214,6 +224,64 @@ def test_O27_a_row_of_another_copy_of_a_block_is_none(tmp_path: Path) -> None:
         made.settle()
         made.put(1, 0, 1)
         assert made.tier._token_row(*row) is None, "its children may have been written before"
+
+
+def test_O27_a_record_that_is_refused_takes_its_token_ids_along(tmp_path: Path) -> None:
+    with shelf(settings_for(tmp_path / "kv"), tokens=True) as made:
+        made.tier.describe(lambda name: b"of " + name)
+        made.put(1, 0, 3)
+        made.settle()
+        space, index = made.tier.space, made.disk.attached.index
+        last = space.index.get(key(1, 2))
+        assert last is not None
+        orphan = VALUE.pack(last.slot, 7, last.generation, last.checksum, space.slot_bytes)
+        index.commit(Commit(puts={space.digest: [(last.key, orphan)]}))
+    with shelf(settings_for(tmp_path / "kv"), tokens=True) as made:
+        assert made.tier.space.counts["unreachable"] == 1
+        made.settle()
+        rows = made.disk.attached.index.tokens(made.tier.space.digest, 0, 100).rows
+        assert [name for _, name, _ in rows] == [key(1, 0), key(1, 1)]
+
+
+def test_O27_token_ids_that_were_read_for_an_engine_that_has_gone_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_tier, "TOKENS_S", -1.0)
+    with shelf(settings_for(tmp_path / "kv"), tokens=True) as made:
+        made.tier.token_rows(5)
+        made.tier.token_rows(9)
+        assert list(made.tier._token_pages) == [9]
+        made.tier.close()
+        assert not made.tier._token_pages
+
+
+def test_O27_what_a_disk_asks_for_token_ids_keeps_no_namespace() -> None:
+    said: list[Callable[[BlockKey], bytes]] = []
+    tiering: Any = SimpleNamespace(describing=SimpleNamespace(describe=said.append))
+    town = Town()
+    town.attach("one")
+    (namespace,) = town.store.namespaces.values()
+    tokens, (name,) = TokenIds(1 << 20), hashes(1)
+    made = weakref.ref(Namespace(namespace.layout, Numbers(), lambda _: tiering, tokens=tokens))
+    gc.collect()
+    assert made() is None
+    (of_key,) = said
+    assert of_key(BlockKey(bytes(34))) == b"", "no engine has told any yet"
+    tokens.add(p.BlockTokens(name, 32, of_block(0)))
+    assert of_key(make_key(name, 0)) == of_block(0)
+
+
+def test_O27_a_page_that_is_due_ends_with_its_session() -> None:
+    """Else the store's loop would not rest until the last worker has gone."""
+    town = Town(town_settings(event_tokens="1MiB"))
+    one = town.attach("one")
+    town.settle(one)
+    one.step(snapshot=p.Snapshot(32))
+    assert town.store.busy
+    town.close(one.scheduler)
+    town.tick()
+    assert not town.store.busy
+    assert town.store.sessions["one"].snapshot is None
 
 
 def test_O27_the_side_table_is_bounded() -> None:
