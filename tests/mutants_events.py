@@ -49,6 +49,7 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "connectors/events.py": (
+        ("snapshot -k O27_a_step_tells", "len(blocks), TOLD_BLOCKS)", "len(blocks), 10**6)"),
         (
             "events -k O24_a_burst",
             "in self._client.take_changes(most):",
@@ -66,6 +67,13 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "connectors/store_client.py": (
+        ("snapshot -k O27_a_step_tells", "_fitting(self._tokens, TOKENS_BYTES)", "None"),
+        ("snapshot -k O27_a_step_tells", "while self._tokens_bytes > TOKENS_BYTES_MAX:"),
+        (
+            "snapshot -k O27_a_step_tells",
+            "            self._tokens_bytes -= sum(map(_bytes_of, step.tokens))\n",
+            "",
+        ),
         ("events -k O24_the_store_hears", "self._heard += len(part) if medium else 0"),
         ("events -k O24_what_the_store", "if answers.lost and self.collect_events:"),
         (

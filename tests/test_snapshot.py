@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from connectors import events as of_events
+from connectors import store_client as of_client
 from connectors.events import EVENTS_PER_STEP, BlockEvent
 from connectors.store_client import DISK, HELD_COST, MEMORY
 from kvstore.config import Config, parse
@@ -416,6 +418,34 @@ def test_O27_what_is_stored_is_described_to_a_store_that_keeps_token_ids() -> No
         told = [tokens for step in script.steps() for tokens in step.tokens]
         whole = p.BlockTokens(b"".join(request.block_hashes), 32, b"".join(map(of_block, range(5))))
         assert told == ([whole] if keeps else [])
+
+
+def test_O27_a_step_tells_a_limited_number_of_token_ids_and_the_rest_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a_block = 32 + 4 * TOKENS
+    monkeypatch.setattr(of_events, "TOLD_BLOCKS", 2)
+    monkeypatch.setattr(of_client, "TOKENS_BYTES", 4 * a_block)
+    monkeypatch.setattr(of_client, "TOKENS_BYTES_MAX", 10 * a_block)
+
+    def told(count: int, name: str) -> tuple[list[int], int]:
+        """Blocks in each step, and how many were dropped."""
+        request = Request(name, TOKENS * count, name)
+        script.arrive(request)
+        script.admit(request)
+        script.step(request, request.num_tokens, [list(range(1, count + 1))])
+        for _ in range(5):
+            script.step()
+        steps = [b"".join(part.hashes for part in step.tokens) for step in script.steps()]
+        lost = script.half.take_stats()["events_untold"]
+        assert b"".join(steps) == b"".join(request.block_hashes[lost:]), "the oldest were dropped"
+        return [len(step) // 32 for step in steps if step], lost
+
+    script = listening()
+    script.client.keeps_tokens = True
+    assert told(10, "few") == ([4, 4, 2], 0)
+    assert told(15, "many") == ([4, 4, 1], 6)
+    assert told(10, "again") == ([4, 4, 2], 0), "those that waited before count no more"
 
 
 def test_O27_without_the_stores_token_ids_what_was_there_is_counted() -> None:
