@@ -34,8 +34,8 @@ UNSTORED_MAX = 1024  # keys that wait to be told; each costs the store a microse
 STEP_BYTES = 4 << 20
 """Of hashes in one message, and of what a store has not read when it is told more: many prompts
 of a million tokens that come at once are no message that it takes, nor fit into what waits."""
-TOKENS_BYTES = 256 << 10
-"""Of token ids in one message: 2,700 blocks of 16 tokens, which the store takes 2 ms for."""
+TOKENS_BYTES = 128 << 10
+"""Of token ids in one message: 1,300 blocks of 16 tokens, which the store takes some 2 ms for."""
 TOKENS_BYTES_MAX = 8 << 20  # of those that wait
 MEMORY, DISK = "memory", "disk"
 ALL = 1 << 62  # more blocks than a request can have

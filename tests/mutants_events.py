@@ -90,6 +90,15 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "while False:",
         ),
     ),
+    "kvstore/store/snapshot.py": (
+        (
+            "snapshot -k O27_a_page_looks",
+            "                    yield None  #",
+            "                    #",
+        ),
+        ("snapshot -k O27_a_page_looks", "if not path:"),
+        ("snapshot -k O27_a_page_looks", "if looked >= LOOKS_MAX:"),
+    ),
     "tiers/nvme/index_server.py": (
         (
             "snapshot -k O27_without",

@@ -19,13 +19,16 @@ from connectors.events import EVENTS_PER_STEP, BlockEvent
 from connectors.store_client import DISK, HELD_COST, MEMORY
 from kvstore.config import Config, parse
 from kvstore.core.errors import ProtocolError
-from kvstore.core.types import BlockKey, make_key
+from kvstore.core.index import State
+from kvstore.core.types import BlockKey, Slot, make_key
 from kvstore.metrics import Numbers
 from kvstore.store import admin
+from kvstore.store import snapshot as of_snapshot
+from kvstore.store.key_news import KeyNews
 from kvstore.store.namespace import Namespace
 from kvstore.store.token_ids import ENTRY_BYTES, TABLES, TokenIds
 from kvstore.wire import engine as p
-from tests.harness.fakes import Town
+from tests.harness.fakes import Town, keys_of
 from tests.harness.fakes import settings as town_settings
 from tests.harness.live import LiveEngine, LiveStore, engine
 from tests.harness.nvme_blocks import key, settings_for, shelf
@@ -284,6 +287,32 @@ def test_O27_a_page_that_is_due_ends_with_its_session() -> None:
     town.tick()
     assert not town.store.busy
     assert town.store.sessions["one"].snapshot is None
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_O27_a_page_looks_at_a_limited_number_of_blocks(
+    monkeypatch: pytest.MonkeyPatch, *, described: bool
+) -> None:
+    """Also of one long path, on the way up as on the way down, and of what it has told before."""
+    monkeypatch.setattr(of_snapshot, "LOOKS_MAX", 9)
+    town, chain = Town(town_settings(event_tokens="1MiB")), hashes(100)
+    town.attach("one")
+    (namespace,) = town.store.namespaces.values()
+    parent: BlockKey | None = None
+    for number, name in enumerate(chain):
+        entry = namespace.manager.index.enter(made := make_key(name, 0), parent, Slot(number))
+        assert entry is not None
+        entry.state, parent = State.READY, made
+        if described:
+            town.store.tokens.add(p.BlockTokens(name, 32, of_block(number)))
+    snapshot = of_snapshot.SnapshotPages(namespace, KeyNews(), p.Snapshot(32))
+    assert snapshot.next() is None, "what the disk has comes first"
+    told, calls, page = list[BlockKey](), 0, None
+    while page is None or not page.last:
+        page, calls = snapshot.next(), calls + 1
+        told += () if page is None else [BlockKey(held.key) for held in page.blocks]
+    assert told == (keys_of(chain) if described else []), "parents first"
+    assert calls == 3 * len(chain) // 10
 
 
 def test_O27_the_side_table_is_bounded() -> None:
