@@ -24,6 +24,7 @@ from kvstore.wire.framing import U32
 
 EVENTS_PER_STEP = 64
 EVENTS_PER_BLOCK = 4  # into memory, out of it, and the same on disk
+TOLD_BLOCKS = 128  # whose token ids a store is told of at once: a part of what a step may send
 TOKENS_MAX = 1 << 20  # of described blocks; the oldest are forgotten
 HASHES_MAX = 1 << 19  # of published blocks that are several engine blocks each
 
@@ -114,9 +115,11 @@ class BlockEvents:
         """Tell a store that keeps token ids those of some blocks."""
         if self._client.keeps_tokens:
             width = self._geometry.hash_bytes
-            hashes = b"".join(block.hashes[-width:] for block in blocks)
-            tokens = b"".join(array(U32, block.tokens).tobytes() for block in blocks)
-            self._client.describe(BlockTokens(hashes, width, tokens))
+            for first in range(0, len(blocks), TOLD_BLOCKS):
+                part = blocks[first : first + TOLD_BLOCKS]
+                hashes = b"".join(block.hashes[-width:] for block in part)
+                tokens = b"".join(array(U32, block.tokens).tobytes() for block in part)
+                self._client.describe(BlockTokens(hashes, width, tokens))
 
     def take(self, scope: bytes) -> Iterator[BlockEvent]:
         """Yield what happened in a scope, a limited number of blocks for each step.

@@ -49,6 +49,7 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "connectors/events.py": (
+        ("snapshot -k O27_a_step_tells", "len(blocks), TOLD_BLOCKS)", "len(blocks), 10**6)"),
         (
             "events -k O24_a_burst",
             "in self._client.take_changes(most):",
@@ -66,6 +67,13 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "connectors/store_client.py": (
+        ("snapshot -k O27_a_step_tells", "_fitting(self._tokens, TOKENS_BYTES)", "None"),
+        ("snapshot -k O27_a_step_tells", "while self._tokens_bytes > TOKENS_BYTES_MAX:"),
+        (
+            "snapshot -k O27_a_step_tells",
+            "            self._tokens_bytes -= sum(map(_bytes_of, step.tokens))\n",
+            "",
+        ),
         ("events -k O24_the_store_hears", "self._heard += len(part) if medium else 0"),
         ("events -k O24_what_the_store", "if answers.lost and self.collect_events:"),
         (
@@ -82,6 +90,15 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "while False:",
         ),
     ),
+    "kvstore/store/snapshot.py": (
+        (
+            "snapshot -k O27_a_page_looks",
+            "                    yield None  #",
+            "                    #",
+        ),
+        ("snapshot -k O27_a_page_looks", "if not path:"),
+        ("snapshot -k O27_a_page_looks", "if looked >= LOOKS_MAX:"),
+    ),
     "tiers/nvme/index_server.py": (
         (
             "snapshot -k O27_without",
@@ -95,11 +112,36 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         (
             "snapshot -k O27_rows",
-            "                txn.delete(GENERATION.pack(generation), db=table)\n",
+            "                txn.delete(GENERATION.pack(VALUE.unpack(value)[2]), db=tokens)\n",
             "                pass\n",
         ),
+        (
+            "snapshot -k O27_a_record_that_is_refused",
+            "if tokens is not None and value is not None and len(value) == VALUE.size:",
+        ),
+    ),
+    "kvstore/store/sessions.py": (
+        (
+            "snapshot -k O27_a_page_that_is_due",
+            "            session.page_due, session.snapshot = False, None\n",
+            "",
+        ),
+    ),
+    "kvstore/store/namespace.py": (
+        (
+            "snapshot -k O27_what_a_disk_asks",
+            "describe(partial(_tokens_of, layout, tokens))",
+            "describe(self.tokens_of)",
+        ),
+        ("snapshot -k O27_what_a_disk_asks", "if width and _is_full", "if _is_full"),
     ),
     "tiers/nvme/tier.py": (
+        (
+            "snapshot -k O27_token_ids_that_were",
+            "            del pages[old]\n",
+            "            pass\n",
+        ),
+        ("snapshot -k O27_token_ids_that_were", "            self._token_pages.clear()\n", ""),
         (
             "snapshot -k O27_a_row",
             "or record.generation != generation:",

@@ -115,6 +115,11 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "self._hint_ends",
         ),
         ("hints -k O26_no_more", "direct and not lookup.hinted", "direct"),
+        (
+            "hints -k O26_what_memory",
+            "first = min((index.prefix(ask.chain, group, blocks)[0] for group in full), default=0)",
+            "first = 0",
+        ),
         ("object_store -k Q70_what_a_hints", "(lookup.hinted and ask.fetch is None)", "False"),
         (
             "object_store -k Q70_what_a_hints",

@@ -12,7 +12,9 @@ from msgspec.structs import replace
 from kvstore.core import limits
 from kvstore.store import hints as h
 from kvstore.store.hints import PART, RESTS, WAIT_NS, WAIT_NS_MIN, Hints
+from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
+from kvstore.store.session import Ask
 from kvstore.wire import engine as p
 from kvstore.wire import peer as m
 from tests.harness.fakes import Engine, Town, from_u32, hashes
@@ -145,6 +147,26 @@ def test_O26_no_more_is_asked_for_than_a_hint_names_and_a_turn_has_time_for(
     wanted = [[from_u32(group) for group in want.indices] for want in asker.others.wants]
     assert wanted == [[[*range(150)]], [[3, 4, 5, 6]], [[6, 7, 8, 9]], [[8, 9, 10, 11]], [[8, 9]]]
     assert [len(want.hashes) // 32 for want in asker.others.wants] == [150, 7, 10, 12, 10]
+
+
+def test_O26_what_memory_has_of_a_hint_is_not_gone_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.store.lookups.HINT_BLOCKS_MAX", 4)
+    looked, lacking = list[tuple[int, int]](), Lookups._lacking
+
+    def seen(ask: Ask, blocks: int, *, direct: bool = False, first: int = 0) -> list[Sequence[int]]:
+        looked.append((first, blocks))
+        return lacking(ask, blocks, direct=direct, first=first)
+
+    monkeypatch.setattr(Lookups, "_lacking", staticmethod(seen))
+    for here, expected in ((12, [(12, 12)]), (7, [(7, 11)])):
+        asker = Asker(12)
+        asker.engine.put(asker.chain[:here])
+        asker.town.settle(asker.engine)
+        looked.clear()
+        asker.ask(10**9, hinted=12)
+        assert looked == expected
 
 
 @pytest.mark.parametrize(

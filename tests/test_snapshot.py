@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from connectors import events as of_events
+from connectors import store_client as of_client
 from connectors.events import EVENTS_PER_STEP, BlockEvent
 from connectors.store_client import DISK, HELD_COST, MEMORY
 from kvstore.config import Config, parse
 from kvstore.core.errors import ProtocolError
-from kvstore.core.types import make_key
+from kvstore.core.index import State
+from kvstore.core.types import BlockKey, Slot, make_key
+from kvstore.metrics import Numbers
 from kvstore.store import admin
+from kvstore.store import snapshot as of_snapshot
+from kvstore.store.key_news import KeyNews
+from kvstore.store.namespace import Namespace
 from kvstore.store.token_ids import ENTRY_BYTES, TABLES, TokenIds
 from kvstore.wire import engine as p
+from tests.harness.fakes import Town, keys_of
+from tests.harness.fakes import settings as town_settings
 from tests.harness.live import LiveEngine, LiveStore, engine
 from tests.harness.nvme_blocks import key, settings_for, shelf
 from tests.harness.script import Request, Script, hashes
 from tests.test_events import SMALL, TWO, plain
+from tiers.nvme import tier as of_tier
+from tiers.nvme.messages import VALUE, Commit
 
 TOKENS = 16
 
@@ -216,6 +231,90 @@ def test_O27_a_row_of_another_copy_of_a_block_is_none(tmp_path: Path) -> None:
         assert made.tier._token_row(*row) is None, "its children may have been written before"
 
 
+def test_O27_a_record_that_is_refused_takes_its_token_ids_along(tmp_path: Path) -> None:
+    with shelf(settings_for(tmp_path / "kv"), tokens=True) as made:
+        made.tier.describe(lambda name: b"of " + name)
+        made.put(1, 0, 3)
+        made.settle()
+        space, index = made.tier.space, made.disk.attached.index
+        last = space.index.get(key(1, 2))
+        assert last is not None
+        orphan = VALUE.pack(last.slot, 7, last.generation, last.checksum, space.slot_bytes)
+        index.commit(Commit(puts={space.digest: [(last.key, orphan)]}))
+    with shelf(settings_for(tmp_path / "kv"), tokens=True) as made:
+        assert made.tier.space.counts["unreachable"] == 1
+        made.settle()
+        rows = made.disk.attached.index.tokens(made.tier.space.digest, 0, 100).rows
+        assert [name for _, name, _ in rows] == [key(1, 0), key(1, 1)]
+
+
+def test_O27_token_ids_that_were_read_for_an_engine_that_has_gone_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_tier, "TOKENS_S", -1.0)
+    with shelf(settings_for(tmp_path / "kv"), tokens=True) as made:
+        made.tier.token_rows(5)
+        made.tier.token_rows(9)
+        assert list(made.tier._token_pages) == [9]
+        made.tier.close()
+        assert not made.tier._token_pages
+
+
+def test_O27_what_a_disk_asks_for_token_ids_keeps_no_namespace() -> None:
+    said: list[Callable[[BlockKey], bytes]] = []
+    tiering: Any = SimpleNamespace(describing=SimpleNamespace(describe=said.append))
+    town = Town()
+    town.attach("one")
+    (namespace,) = town.store.namespaces.values()
+    tokens, (name,) = TokenIds(1 << 20), hashes(1)
+    made = weakref.ref(Namespace(namespace.layout, Numbers(), lambda _: tiering, tokens=tokens))
+    gc.collect()
+    assert made() is None
+    (of_key,) = said
+    assert of_key(BlockKey(bytes(34))) == b"", "no engine has told any yet"
+    tokens.add(p.BlockTokens(name, 32, of_block(0)))
+    assert of_key(make_key(name, 0)) == of_block(0)
+
+
+def test_O27_a_page_that_is_due_ends_with_its_session() -> None:
+    """Else the store's loop would not rest until the last worker has gone."""
+    town = Town(town_settings(event_tokens="1MiB"))
+    one = town.attach("one")
+    town.settle(one)
+    one.step(snapshot=p.Snapshot(32))
+    assert town.store.busy
+    town.close(one.scheduler)
+    town.tick()
+    assert not town.store.busy
+    assert town.store.sessions["one"].snapshot is None
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_O27_a_page_looks_at_a_limited_number_of_blocks(
+    monkeypatch: pytest.MonkeyPatch, *, described: bool
+) -> None:
+    """Also of one long path, on the way up as on the way down, and of what it has told before."""
+    monkeypatch.setattr(of_snapshot, "LOOKS_MAX", 9)
+    town, chain = Town(town_settings(event_tokens="1MiB")), hashes(100)
+    town.attach("one")
+    (namespace,) = town.store.namespaces.values()
+    parent: BlockKey | None = None
+    for number, name in enumerate(chain):
+        entry = namespace.manager.index.enter(made := make_key(name, 0), parent, Slot(number))
+        assert entry is not None
+        entry.state, parent = State.READY, made
+        if described:
+            town.store.tokens.add(p.BlockTokens(name, 32, of_block(number)))
+    snapshot = of_snapshot.SnapshotPages(namespace, KeyNews(), p.Snapshot(32))
+    assert snapshot.next() is None, "what the disk has comes first"
+    told, calls, page = list[BlockKey](), 0, None
+    while page is None or not page.last:
+        page, calls = snapshot.next(), calls + 1
+        told += () if page is None else [BlockKey(held.key) for held in page.blocks]
+    assert told == (keys_of(chain) if described else []), "parents first"
+    assert calls == 3 * len(chain) // 10
+
+
 def test_O27_the_side_table_is_bounded() -> None:
     table = TokenIds(TABLES * 5 * (ENTRY_BYTES + len(of_block(0))))
     names = [name[:-1] + b"\0" for name in hashes(9)]  # which are in one of its tables
@@ -348,6 +447,34 @@ def test_O27_what_is_stored_is_described_to_a_store_that_keeps_token_ids() -> No
         told = [tokens for step in script.steps() for tokens in step.tokens]
         whole = p.BlockTokens(b"".join(request.block_hashes), 32, b"".join(map(of_block, range(5))))
         assert told == ([whole] if keeps else [])
+
+
+def test_O27_a_step_tells_a_limited_number_of_token_ids_and_the_rest_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a_block = 32 + 4 * TOKENS
+    monkeypatch.setattr(of_events, "TOLD_BLOCKS", 2)
+    monkeypatch.setattr(of_client, "TOKENS_BYTES", 4 * a_block)
+    monkeypatch.setattr(of_client, "TOKENS_BYTES_MAX", 10 * a_block)
+
+    def told(count: int, name: str) -> tuple[list[int], int]:
+        """Blocks in each step, and how many were dropped."""
+        request = Request(name, TOKENS * count, name)
+        script.arrive(request)
+        script.admit(request)
+        script.step(request, request.num_tokens, [list(range(1, count + 1))])
+        for _ in range(5):
+            script.step()
+        steps = [b"".join(part.hashes for part in step.tokens) for step in script.steps()]
+        lost = script.half.take_stats()["events_untold"]
+        assert b"".join(steps) == b"".join(request.block_hashes[lost:]), "the oldest were dropped"
+        return [len(step) // 32 for step in steps if step], lost
+
+    script = listening()
+    script.client.keeps_tokens = True
+    assert told(10, "few") == ([4, 4, 2], 0)
+    assert told(15, "many") == ([4, 4, 1], 6)
+    assert told(10, "again") == ([4, 4, 2], 0), "those that waited before count no more"
 
 
 def test_O27_without_the_stores_token_ids_what_was_there_is_counted() -> None:

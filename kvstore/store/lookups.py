@@ -234,8 +234,10 @@ class Lookups:
 
     def _hinted(self, ask: Ask, blocks: int) -> tuple[int, list[Sequence[int]]]:
         """As _wanted(), for a hint: a few blocks from the first that lacks, found bit by bit."""
-        rules = ask.namespace.layout.rules
-        most, first = max(1, HINT_BLOCKS_MAX // len(rules)), 0
+        rules, index = ask.namespace.layout.rules, ask.namespace.manager.index
+        full = [group for group, rule in enumerate(rules) if rule.trailing is None]
+        most = max(1, HINT_BLOCKS_MAX // len(rules))
+        first = min((index.prefix(ask.chain, group, blocks)[0] for group in full), default=0)
         while True:
             end = min(first + most, blocks)
             lacking = self._lacking(ask, end, first=first)

@@ -40,6 +40,17 @@ def _ghosts(entries: int) -> Ghosts:
     return Ghosts(memoryview(memory))
 
 
+def _is_full(layout: SlotLayout, key: BlockKey, width: int) -> bool:
+    rules, group = layout.rules, int.from_bytes(key[width : width + 2], "big")
+    return group < len(rules) and rules[group].trailing is None
+
+
+def _tokens_of(layout: SlotLayout, known: TokenIds, key: BlockKey) -> bytes:
+    width = known.width
+    # No engine may have said any yet, of any width.
+    return known.of(key[:width]) if width and _is_full(layout, key, width) else b""
+
+
 class Mapping(msgspec.Struct, eq=False):
     """An extent in a namespace. waiting: connections that have to map or unmap it, since when.
 
@@ -92,7 +103,8 @@ class Namespace:
         self._tokens = tokens
         self.tiering = make_tiering(self)  # which may refuse
         if tokens is not None and self.tiering.describing is not None:
-            self.tiering.describing.describe(self.tokens_of)
+            # Records of a disk outlive the namespace, and are not to keep it.
+            self.tiering.describing.describe(partial(_tokens_of, layout, tokens))
         self.label = numbers.open_namespace(layout.digest)
         self.around_tiers = Ended(lambda _: False)  # ends what they raise, in a store
         self.engines = Engines()
@@ -135,15 +147,11 @@ class Namespace:
 
     def tokens_of(self, key: BlockKey) -> bytes:
         """Return a block's token ids, u32; b"" if they are not known, or for no KV event."""
-        known = self._tokens
-        if known is None or not self.is_full(key, known.width):
-            return b""
-        return known.of(key[: known.width])
+        return b"" if self._tokens is None else _tokens_of(self.layout, self._tokens, key)
 
     def is_full(self, key: BlockKey, width: int) -> bool:
         """Tell whether a block, named by a hash so wide, is of a group with the full prefix."""
-        rules, group = self.layout.rules, int.from_bytes(key[width : width + 2], "big")
-        return group < len(rules) and rules[group].trailing is None
+        return _is_full(self.layout, key, width)
 
     def add_extent(self, extent: int, memory: CpuExtent, waiting: set[int], now_ns: int) -> Mapping:
         """Number the slots of new memory; they are used once everybody has mapped them."""

@@ -17,7 +17,7 @@ from kvstore.store.namespace import Namespace
 from kvstore.wire import engine as p
 
 PAGE_BLOCKS = 64
-LOOKS_MAX = 4096  # blocks in memory that one page passes over
+LOOKS_MAX = 512  # at blocks in memory, for one page
 
 
 class SnapshotPages:
@@ -66,6 +66,9 @@ class SnapshotPages:
                     sent[at.slot] = 1
                     path.append(at)
                     at = at.parent
+                    yield None  # each is one of a page's looks: a path may be long
+                if not path:
+                    yield None
                 for above in reversed(path):
                     parent = None if above.parent is None else above.parent.key
                     yield self._held(above.key, parent, namespace.tokens_of(above.key))

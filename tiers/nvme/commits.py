@@ -86,9 +86,6 @@ class Commits:
         )
         if self._disk.keeps_tokens:
             changes.tokens = {s.digest: _token_rows(s, puts) for s, puts, _ in batches if puts}
-            changes.tokens_gone = {
-                s.digest: [r.generation for r in gone] for s, _, gone in batches if gone
-            }
 
         def work() -> None:
             for file in files:

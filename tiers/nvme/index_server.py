@@ -35,6 +35,7 @@ from tiers.nvme.messages import (
     META,
     NUMBER,
     TOKENS,
+    VALUE,
     Answer,
     Commit,
     Connection,
@@ -252,9 +253,7 @@ class IndexFile:
                 if TOKENS + digest.encode() in self._blocks:
                     txn.drop(self._table(txn, digest, TOKENS), delete=False)
             for digest, keys in changes.deletes.items():
-                table = self._table(txn, digest)
-                for key in keys:
-                    txn.delete(key, db=table)
+                self._delete(txn, digest, keys)
             for digest, rows in changes.puts.items():
                 table = self._table(txn, digest)
                 for key, value in rows:
@@ -267,11 +266,15 @@ class IndexFile:
                 txn.delete(NUMBER.pack(number), db=self._extents)
         self._marked = changes.clean
 
+    def _delete(self, txn: lmdb.Transaction, digest: str, keys: Iterable[bytes]) -> None:
+        """Take out records, each with its token ids."""
+        table, tokens = self._table(txn, digest), self._blocks.get(TOKENS + digest.encode())
+        for key in keys:
+            value = txn.pop(key, db=table)
+            if tokens is not None and value is not None and len(value) == VALUE.size:
+                txn.delete(GENERATION.pack(VALUE.unpack(value)[2]), db=tokens)
+
     def _commit_tokens(self, txn: lmdb.Transaction, changes: Commit) -> None:
-        for digest, generations in changes.tokens_gone.items():
-            table = self._table(txn, digest, TOKENS)
-            for generation in generations:
-                txn.delete(GENERATION.pack(generation), db=table)
         for digest, rows in changes.tokens.items():
             table = self._table(txn, digest, TOKENS)
             for generation, row in rows:

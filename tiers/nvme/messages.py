@@ -39,7 +39,8 @@ class Commit(msgspec.Struct, tag=True):
     """Make changes durable, all or none, in this order.
 
     The index is in order only after a commit that is clean. cleared: digests of namespaces, all
-    records of which go. tokens, tokens_gone: rows of token ids by generation, by digest.
+    records of which go. tokens: rows of token ids by generation, by digest; those of a record that
+    is deleted go with it.
     """
 
     cleared: list[str] = []
@@ -49,7 +50,6 @@ class Commit(msgspec.Struct, tag=True):
     extents_gone: list[int] = []
     clean: bool = False
     tokens: dict[str, list[tuple[int, bytes]]] = {}
-    tokens_gone: dict[str, list[int]] = {}
 
 
 class Open(msgspec.Struct, tag=True):

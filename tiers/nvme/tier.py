@@ -178,16 +178,18 @@ class NvmeTier:
             return TokenRows((), mark, last=True)
         if space.loading is not None:
             return None
-        now_s = time.monotonic()
-        asked_s, coming = self._token_pages.get(mark, (0.0, []))
-        if now_s - asked_s > TOKENS_S:  # engines that attach together read the same
-            coming = []
-            self._token_pages[mark] = now_s, coming
+        now_s, pages = time.monotonic(), self._token_pages
+        # Engines that attach together read the same; nobody may ask again for what was read.
+        for old in [at for at, (asked_s, _) in pages.items() if now_s - asked_s > TOKENS_S]:
+            del pages[old]
+        _, coming = pages.get(mark, (0.0, []))
+        if mark not in pages:
+            pages[mark] = now_s, coming
             read = partial(disk.attached.index.tokens, space.digest, mark, TOKEN_ROWS)
             disk.keeper.submit(read, lambda found, _now_s: coming.append(found))
         if not coming:
             return None
-        del self._token_pages[mark]
+        del pages[mark]
         page = coming[0]
         if isinstance(page, Exception):
             log.warning("%s: token ids cannot be read: %s", space.digest[:12], page)
@@ -219,6 +221,7 @@ class NvmeTier:
             self.closed = True
             self.space.attached -= 1
             self.space.index.changes = None  # take_changes() is not called any more
+            self._token_pages.clear()
             self._disk.attached.wake(self.space)  # which may be forgotten now
 
     # Loads
