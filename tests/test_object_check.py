@@ -101,6 +101,30 @@ def test_Q76_a_bucket_that_does_not_answer_refuses_no_start(
     assert ("s3:ListBucket" in text) == (fault == "refuse")
 
 
+def test_Q76_a_bucket_that_does_not_exist_does_not_answer(proxy: Proxy, tmp_path: Path) -> None:
+    ((level, text),) = said(settings(tmp_path, proxy.endpoint, "s3://not-there/kv"))
+    assert level is Level.NOTE
+    assert "no such bucket" in text
+
+
+def test_Q76_a_profile_that_does_not_exist_is_said(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "not-there")
+    (_, (level, text)) = said(settings(tmp_path, proxy.endpoint))
+    assert level is Level.NOTE
+    assert "not-there" in text
+
+
+def test_Q76_of_a_life_cycle_that_cannot_be_read_nothing_else_is_said(
+    proxy: Proxy, tmp_path: Path
+) -> None:
+    proxy.fault = lambda _method, path: "refuse" if "lifecycle" in path else ""
+    (_, (level, text)) = said(settings(tmp_path, proxy.endpoint))
+    assert level is Level.NOTE
+    assert "cannot be read" in text
+
+
 def test_Q76_without_boto3_nothing_but_the_answer_is_said(
     proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

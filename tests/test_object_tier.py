@@ -463,7 +463,8 @@ def test_Q73_a_run_that_memory_has_in_part_is_late() -> None:
     tier.name = "object"
     tier.offered = lambda _now_ns, here: next(filter(here, runs), ())
     manager.ready = lambda key: None if key == runs[0][1] else key
-    assert RunQueue(tier, tier, manager, counts).take(8, set(), 0) == runs[1]
+    taken: list[Any] = RunQueue(tier, tier, manager, counts).take(8, set(), 0)
+    assert taken == runs[1]
     assert counts == {("object", "late"): 2}
 
 

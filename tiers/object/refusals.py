@@ -8,8 +8,10 @@ from typing import Any
 
 from kvstore.config import ObjectConfig
 from kvstore.core.errors import ConfigError
+from kvstore.units import one_line
 
 LOOK_S = 3.0
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _QUOTA = re.compile(r"x-rgw-quota-bucket-(size|objects)", re.IGNORECASE)
 
 
@@ -30,8 +32,11 @@ def look(config: ObjectConfig) -> Iterator[tuple[bool, str]]:
     from tiers.object.bucket import TRIAL, client_of, reason_of  # noqa: PLC0415
 
     try:
-        obstore.head(client_of(config, LOOK_S), TRIAL)
-    except FileNotFoundError:
+        obstore.get(client_of(config, LOOK_S), TRIAL)  # unlike that of a HEAD its answer has a body
+    except FileNotFoundError as exc:
+        if any(code in str(exc) for code in _NO_BUCKET):
+            yield False, f"{config.url} cannot be used now: there is no such bucket"
+            return
         yield True, f"{config.url} answers"
     except (BaseError, OSError) as exc:
         yield False, f"{config.url} cannot be used now: {reason_of(exc)}"
@@ -61,12 +66,18 @@ def _bounds(config: ObjectConfig) -> Iterator[tuple[bool, str]]:
         s3={"addressing_style": "path"} if config.endpoint else {},
     )
     region = {"region_name": "us-east-1"} if config.endpoint else {}
-    client = boto3.client("s3", endpoint_url=config.endpoint or None, config=limits, **region)
+    at = config.endpoint or None
+    try:
+        client = boto3.client("s3", endpoint_url=at, config=limits, **region)
+    except (BotoCoreError, ValueError) as exc:
+        yield False, f"its life cycle and quota are not read: {one_line(str(exc), 200)}"
+        return
     try:
         rules = client.get_bucket_lifecycle_configuration(Bucket=bucket).get("Rules", [])
     except (BotoCoreError, ClientError) as exc:
         if "NoSuchLifecycleConfiguration" not in str(exc):
             yield False, f"its life cycle cannot be read: {' '.join(str(exc).split())[:200]}"
+            return
         rules = []
     days = min((found for rule in rules if (found := _days(rule, folder))), default=0)
     if days:
