@@ -38,7 +38,7 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/store/session.py": (
         (
             "events -k O24_an_engine_is_told",
-            "self.keys.entered((key,), MEMORY)  # another engine stored it",
+            "self.keys.there(key)",
         ),
     ),
     "kvstore/store/store.py": (

@@ -102,7 +102,6 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("hints -k O26_addresses", "if len(self._resting) > RESTING_MAX:"),
     ),
     "kvstore/store/lookups.py": (
-        ("hints -k O26_no_more", "if gaps and end < min(blocks, min(gaps) + most):"),
         ("hints -k O26_no_more", "max(1, HINT_BLOCKS_MAX // len(rules))", "blocks"),
         (
             "hints -k O26_only_hosts",

@@ -241,15 +241,7 @@ class Lookups:
         while True:
             end = min(first + most, blocks)
             lacking = self._lacking(ask, end, first=first)
-            gaps = [
-                group[0]
-                for rule, group in zip(rules, lacking, strict=True)
-                if group and rule.trailing is None
-            ]
-            if gaps and end < min(blocks, min(gaps) + most):
-                end = min(blocks, min(gaps) + most)
-                lacking = self._lacking(ask, end, first=first)
-            if gaps or end == blocks:
+            if end == blocks or any(lacking[group] for group in full):
                 return end, lacking
             first = end
 
