@@ -511,10 +511,24 @@ class StoreClient:
         self.credits.extend(array(framing.U32, answers.credits))
         if answers.lost:  # blocks that have left may be among them
             self.known = KnownKeys()
+        self._note_changes(answers)
         self.known.add(answers.added)
         self.known.remove(answers.removed)
+        if answers.page is not None:
+            self.has_pages = not answers.page.last
+            if answers.page.blocks:
+                self._changes.append(_Keys("", stored=True, keys=answers.page.blocks))
+        if answers.lost and self.collect_events:
+            self.count("events_untold", answers.lost)
+
+    def _note_changes(self, answers: p.Answers) -> None:
+        """Keep what entered and left the tiers for take_changes(), if that is wanted."""
+        added: Sequence[bytes] = answers.added
+        if self.collect_events:  # a block that was stored once more is told again, and is no news
+            added = [key for key in added if key not in self.known]
+            self._heard += len(answers.added) - len(added)
         for medium, stored, keys in (
-            (MEMORY, True, answers.added),
+            (MEMORY, True, added),
             (MEMORY, False, answers.removed),
             (DISK, True, answers.disk_added),
             (DISK, False, answers.disk_removed),
@@ -523,12 +537,6 @@ class StoreClient:
                 self._changes.append(_Keys(medium, stored, keys))
             else:
                 self._heard += len(keys)
-        if answers.page is not None:
-            self.has_pages = not answers.page.last
-            if answers.page.blocks:
-                self._changes.append(_Keys("", stored=True, keys=answers.page.blocks))
-        if answers.lost and self.collect_events:
-            self.count("events_untold", answers.lost)
 
     def take_changes(self, most: int) -> list[BlockChange | p.Held]:
         """Return up to so many blocks that entered or left a tier, the first ones first.

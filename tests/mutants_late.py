@@ -37,6 +37,14 @@ LATE: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "connectors/store_planner.py": (
         ("late_stores -k last_to_be_forgotten", "client.known.add(keys)"),
     ),
+    "connectors/store_client.py": (
+        (
+            "events -k published_once",
+            "[key for key in added if key not in self.known]",
+            "list(added)",
+        ),
+        ("events -k published_once", "self._heard += len(answers.added) - len(added)"),
+    ),
     "kvstore/store/key_news.py": (
         ("key_news -k once_more", "self._waiting.setdefault((MEMORY, key))", "pass"),
     ),

@@ -124,6 +124,18 @@ def test_O16_a_run_of_blocks_has_tokens_too() -> None:
     assert plain(happened(script, added=keys)) == [stored(request, index) for index in range(6)]
 
 
+def test_O16_O24_a_block_that_was_stored_once_more_is_published_once() -> None:
+    """The store tells again of a block that it has: an engine may have forgotten its key."""
+    script, request = listening(), Request("r", 16)
+    run(script, request)
+    key = script.key(request, 0)
+    assert len(happened(script, added=[key])) == 1
+    assert happened(script, added=[key]) == []
+    assert script.client._heard == 2
+    assert len(happened(script, removed=[key])) == 1
+    assert len(happened(script, added=[key])) == 1
+
+
 def test_O16_the_request_need_not_live_until_its_blocks_are_stored() -> None:
     script, request = listening(), Request("r", 16)
     run(script, request)

@@ -58,7 +58,8 @@ def live(folder: Path, endpoint: str, **more: object) -> LiveStore:
     bucket = {"url": URL, "endpoint": endpoint, "timeout": "25s"}
     sections = {name: value for name, value in more.items() if isinstance(value, dict)}
     bucket |= {name: str(value) for name, value in more.items() if name not in sections}
-    sections.setdefault("engine", {"promote": "30s"})
+    # A lookup may come before the store has heard that the last one's blocks have been read.
+    sections.setdefault("engine", {"promote": "30s", "leased": "100%"})
     return LiveStore(store_settings(folder, object=bucket, **sections))
 
 
