@@ -193,7 +193,8 @@ def test_Q72_a_server_that_freezes_or_dies(tmp_path: Path, monkeypatch: pytest.M
         s3 = stack.enter_context(S3Server())
         with live(tmp_path / "first", s3.endpoint) as a, engine(a) as attached:
             share(attached, s3, chain)
-        b = stack.enter_context(live(tmp_path / "second", s3.endpoint, timeout="3s"))
+        memory = {"capacity": "64MiB"}  # room for all: what is new would be the first to leave
+        b = stack.enter_context(live(tmp_path / "second", s3.endpoint, timeout="3s", cpu=memory))
         second = stack.enter_context(engine(b))
         with s3.frozen():
             began_s = time.monotonic()
