@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
-# `make sim`: how many worlds, and the first one's seed (of `make fuzz`, too).
+# `make sim`, `make sim-fleet`: how many worlds, and the first one's seed (of `make fuzz`, too).
 SEEDS ?= 20000
 FIRST ?= 0
 # `make fuzz`: how many messages.
@@ -42,7 +42,7 @@ have = command -v $(1) >/dev/null || { [[ $$(id -u) == 0 ]] && command -v apt-ge
     && { $(APT) install --no-install-recommends $(or $(2),$(1)) \
         || { $(APT) update && $(APT) install --no-install-recommends $(or $(2),$(1)); }; }; } >/dev/null 2>&1 </dev/null
 
-.PHONY: help setup demo demo-pd test test-fast test-long test-long-engines test-long-handover test-crash sim fuzz mutants gpu check format bench clean
+.PHONY: help setup demo demo-pd test test-fast test-long test-long-engines test-long-handover test-crash sim sim-fleet fuzz mutants gpu check format bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' \
@@ -99,6 +99,9 @@ test-long-handover: $(READY) ## part of test-long: hand-overs between real engin
 
 sim: $(READY) ## SEEDS=n simulated worlds (20000) on all cores, from seed FIRST (0)
 	@$(PY) -m tests.sim $(FIRST) --seeds $(SEEDS)
+
+sim-fleet: $(READY) ## SEEDS=n simulated fleets of 2 to 4 stores on all cores, from seed FIRST (0)
+	@$(PY) -m tests.sim --fleet $(FIRST) --seeds $(SEEDS)
 
 mutants: $(READY) ## take out lines that keep promises, one in each run: tests must fail
 	@$(PY) -m tests.mutants

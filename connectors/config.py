@@ -25,7 +25,7 @@ from kvstore.wire.framing import is_sendable
 
 SOURCE = "kv_connector_extra_config"
 COUNT_MAX = 10**9
-OF_PRIVATE_STORES = ("nvme", "listen", "metrics", "promote", "promote_limit")
+OF_PRIVATE_STORES = ("nvme", "listen", "metrics", "promote", "promote_limit", "event_tokens")
 
 DirectWay = Literal["", "pull", "push"]
 
@@ -95,6 +95,12 @@ class ExtraConfig(Section, frozen=True):
     ]
     """`[engine] promote_limit` of a private store."""
 
+    event_tokens: Annotated[
+        str | None, Setting(_as_given("engine", "event_tokens"), default_text="none is kept")
+    ]
+    """`[engine] event_tokens` of a private store, such as `"64MiB"`: token ids of its blocks, for
+    KV events after a restart. Prompts can be read from them, on disk, too."""
+
     block_tokens: Annotated[
         int | None, Setting(whole_number(1, COUNT_MAX), default_text="the engine's block size")
     ]
@@ -146,6 +152,13 @@ class ExtraConfig(Section, frozen=True):
     That is what its steps and such loads took lately; computing takes the engine's time, and
     loading does not."""
 
+    storing: Annotated[str, Setting(choice("eager", "late"), "eager")]
+    """When blocks are stored: `"eager"` when they are complete, `"late"` when the engine is about
+    to reuse its own copy, so that memory holds what the engine does not. What only the engine holds
+    is lost when it ends, sleeps or resets its prefix cache. What another engine continues, and
+    pinned prompts, are stored at once; so is all with several KV groups or without prefix
+    caching."""
+
     max_load_tokens: Annotated[int | None, Setting(READERS["max_load_tokens"])]
     """Most tokens that are loaded for a request, beyond those in the engine's own cache."""
 
@@ -177,7 +190,8 @@ class ExtraConfig(Section, frozen=True):
     @property
     def engine(self) -> dict[str, str]:
         """What a private store's `[engine]` says."""
-        found = {"promote": self.promote, "promote_limit": self.promote_limit}
+        names = ("promote", "promote_limit", "event_tokens")
+        found = {name: getattr(self, name) for name in names}
         return {name: value for name, value in found.items() if value is not None}
 
     def find_store(self, engine_id: str) -> str:

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from connectors.copies.host import LayerCache, cache_of
+from connectors.store_connection import SameOnAllRanks
 from kvstore.core.errors import NotSupported, TierError, TierIOError
 from kvstore.core.layout import LayerRun, Move, PageRun, RankLayout, RankPages
 from tiers.nixl.messages import MoveError
@@ -84,13 +85,13 @@ class EngineAgent:
         self._met: set[str] = set()  # peers that the agent knows
 
     def check_reach(self, devices: str) -> None:
-        """Raise NotSupported for tensors on a GPU that no RDMA device reaches.
+        """Raise SameOnAllRanks for tensors on a GPU that no RDMA device reaches.
 
         Without one UCX moves their bytes through host memory, slower than the store does. A process
         that is read takes part in the read, and may crash when its reader dies.
         """
         if self.gpu is not None and not has_rdma(devices):
-            raise NotSupported(
+            raise SameOnAllRanks(
                 f"direct = true: the engine is on a GPU, and [peer] devices = {devices!r} names no"
                 " RDMA device such as mlx5_0:1"
             )

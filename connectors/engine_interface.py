@@ -35,6 +35,28 @@ class EngineRequest(Protocol):
         ...
 
 
+class EngineCache(Protocol):
+    """The engine's own prefix cache, of an engine with one group."""
+
+    @property
+    def block_count(self) -> int:
+        """How many engine blocks there are; their ids are smaller."""
+        ...
+
+    @property
+    def free_count(self) -> int:
+        """How many of them can be allocated."""
+        ...
+
+    def next_free(self, count: int) -> Iterable[tuple[int, bytes | None]]:
+        """Yield the free blocks that get other content next, up to so many, and what each holds."""
+        ...
+
+    def held(self, block: int) -> bytes | None:
+        """Return the hash by which requests find an engine block; None: they do not."""
+        ...
+
+
 class Geometry(msgspec.Struct, frozen=True):
     """Token counts: per block, per hash, and per engine block of each group.
 

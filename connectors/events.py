@@ -2,24 +2,35 @@
 
 The store names keys only. A key's tokens are known while a request that has them is here: blocks
 are described when they are stored, or when a lookup brings them up from a lower tier or a peer.
-Other blocks (other engines store them, or did before) are counted and not published: an event
-without tokens is of no use to an index. Only groups that need the whole prefix are published,
-since indexes count leading blocks.
+A store that keeps token ids is told them, and tells those of blocks that were there before an
+engine attached. Their hashes are computed again: with other tokens, or with images or a salt in
+them, they are others. Blocks without tokens are counted and not published: such an event is of no
+use to an index. Only groups that need the whole prefix are published, since indexes count leading
+blocks.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
 from connectors.engine_interface import EngineRequest, Geometry
 from connectors.partial_block import is_partial_block
-from connectors.store_client import StoreClient
+from connectors.store_client import DISK, MEMORY, BlockChange, StoreClient
+from kvstore.wire.engine import BlockTokens, Held
+from kvstore.wire.framing import U32
 
+EVENTS_PER_STEP = 64
+EVENTS_PER_BLOCK = 4  # into memory, out of it, and the same on disk
+TOLD_BLOCKS = 128  # whose token ids a store is told of at once: a part of what a step may send
 TOKENS_MAX = 1 << 20  # of described blocks; the oldest are forgotten
 HASHES_MAX = 1 << 19  # of published blocks that are several engine blocks each
+
+
+NextHash = Callable[[bytes | None, Sequence[int]], bytes]
+"""The engine's hash of some tokens behind those of another hash, None for none."""
 
 
 class BlockEvent(NamedTuple):
@@ -54,14 +65,16 @@ class BlockEvents:
         self._described: dict[bytes, _Described] = {}  # by hash, the oldest first
         self._described_max = max(1, TOKENS_MAX // geometry.block_tokens)
         self._asked: dict[bytes, tuple[EngineRequest, int]] = {}  # by hash: request and its block
+        self.next_hash: NextHash | None = None  # none: what was there before is not published
+        self._stored = 0  # blocks, since the last events were taken
         self._published: dict[bytes, bytes] = {}  # last hash of a block: all of its hashes
         self._published_max = max(1, HASHES_MAX // self._every)
 
     def stored(self, request: EngineRequest, first: int, end: int) -> None:
         """Blocks first..end-1 of a request are being stored."""
         if self._client.collect_events:
-            for block in range(first, end):
-                self._describe(request, block)
+            self._stored += end - first
+            self._tell([self._describe(request, block) for block in range(first, end)])
 
     def asked(self, request: EngineRequest, hashes: Sequence[bytes]) -> None:
         """A lookup may bring up a request's leading blocks, by their hashes."""
@@ -80,7 +93,7 @@ class BlockEvents:
         every, size = self._every, self._geometry.block_tokens
         hashes = request.block_hashes[block * every : (block + 1) * every]
         parent = request.block_hashes[block * every - 1] if block else None
-        tokens = array("I", request.all_token_ids[block * size : (block + 1) * size])
+        tokens = array(U32, request.all_token_ids[block * size : (block + 1) * size])
         self._described[hashes[-1]] = made = _Described(b"".join(hashes), parent, tokens)
         if len(self._described) > self._described_max:
             del self._described[next(iter(self._described))]
@@ -94,31 +107,74 @@ class BlockEvents:
         hashes, last = request.block_hashes, (block + 1) * self._every - 1
         if last >= len(hashes) or hashes[last] != block_hash:
             return None  # the engine has shortened the prompt meanwhile
-        return self._describe(request, block)
+        made = self._describe(request, block)
+        self._tell([made])
+        return made
+
+    def _tell(self, blocks: Sequence[_Described]) -> None:
+        """Tell a store that keeps token ids those of some blocks."""
+        if self._client.keeps_tokens:
+            width = self._geometry.hash_bytes
+            for first in range(0, len(blocks), TOLD_BLOCKS):
+                part = blocks[first : first + TOLD_BLOCKS]
+                hashes = b"".join(block.hashes[-width:] for block in part)
+                tokens = b"".join(array(U32, block.tokens).tobytes() for block in part)
+                self._client.describe(BlockTokens(hashes, width, tokens))
 
     def take(self, scope: bytes) -> Iterator[BlockEvent]:
-        """Yield what happened in a scope since the last call."""
+        """Yield what happened in a scope, a limited number of blocks for each step.
+
+        An engine that stores much has more of them, as its steps are longer; what many blocks at
+        once are, of a clear, say, is told over many steps.
+        """
         width, rules = self._geometry.hash_bytes, self._geometry.rules
-        events = self._client.events
-        if self._client.events_lost:
-            self._client.count("events_untold", self._client.events_lost)
-            self._client.events_lost = 0
-        while events:
-            medium, stored, key = events.popleft()
+        most, self._stored = EVENTS_PER_STEP + EVENTS_PER_BLOCK * self._stored, 0
+        for change in self._client.take_changes(most):
+            key = change.key
             group = int.from_bytes(key[width : width + 2], "big")
             known = key[width + 2 :] == scope and group < len(rules) and not is_partial_block(key)
             if not known or rules[group].trailing is not None:
                 continue
-            block_hash = key[:width]
-            if not stored:
-                names = self._hashes_of_group(self._published.get(block_hash, block_hash), group)
-                yield BlockEvent(medium, stored, group, names)
-            elif (found := self._description(block_hash)) is None:
-                self._client.count("events_untold")
+            if isinstance(change, Held):
+                yield from self._before(change, group)
             else:
-                self._remember(block_hash, found.hashes)
-                names = self._hashes_of_group(found.hashes, group)
-                yield BlockEvent(medium, stored, group, names, found.parent, found.tokens)
+                yield from self._changed(change, group)
+        if self.next_hash is not None:
+            self._client.ask_page(width, scope)
+
+    def _changed(self, change: BlockChange, group: int) -> Iterator[BlockEvent]:
+        medium, stored, key = change
+        block_hash = key[: self._geometry.hash_bytes]
+        if not stored:
+            names = self._hashes_of_group(self._published.get(block_hash, block_hash), group)
+            yield BlockEvent(medium, stored, group, names)
+        elif (found := self._description(block_hash)) is None:
+            self._client.count("events_untold")
+        else:
+            yield self._stored_event(medium, group, block_hash, found)
+
+    def _stored_event(
+        self, medium: str, group: int, block_hash: bytes, found: _Described
+    ) -> BlockEvent:
+        self._remember(block_hash, found.hashes)
+        names = self._hashes_of_group(found.hashes, group)
+        return BlockEvent(medium, True, group, names, found.parent, found.tokens)
+
+    def _before(self, held: Held, group: int) -> Iterator[BlockEvent]:
+        """Publish a block that was there when the engine attached, if its tokens are its own."""
+        width, size = self._geometry.hash_bytes, self._geometry.hash_tokens
+        parent = held.parent[:width] or None
+        tokens = array(U32, held.tokens)
+        hashes, last = list[bytes](), parent
+        for first in range(0, len(tokens), size):
+            last = self.next_hash(last, tokens[first : first + size]) if self.next_hash else b""
+            hashes.append(last)
+        if len(tokens) != self._geometry.block_tokens or last != held.key[:width]:
+            self._client.count("events_untold")
+            return
+        found = _Described(b"".join(hashes), parent, tokens)
+        for medium in (MEMORY,) * held.memory + (DISK,) * held.disk:
+            yield self._stored_event(medium, group, last, found)
 
     def _hashes_of_group(self, packed: bytes, group: int) -> list[bytes]:
         """List the hashes of a group's engine blocks; of a block that is forgotten the last."""

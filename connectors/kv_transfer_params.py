@@ -56,7 +56,8 @@ class Remote(NamedTuple):
     """Where a prompt was computed: its store's side channel, and the request there.
 
     push: its blocks are to be written to us; None: our store chooses. tokens: those whose KV it
-    has; 0: not said. turn: it decoded the turn before.
+    has; 0: not said. turn: it decoded the turn before. hinted: how many leading blocks a router
+    says that the store has, whichever request they are of; 0: it is no hint.
     """
 
     address: str = ""
@@ -64,6 +65,7 @@ class Remote(NamedTuple):
     push: bool | None = None
     tokens: int = 0
     turn: bool = False
+    hinted: int = 0
 
 
 NO_REMOTE = Remote()
@@ -77,7 +79,7 @@ def remote_of(params: Mapping[str, Any] | None, how: Transfer = NO_TRANSFER) -> 
     if params is None:
         return NO_REMOTE
     if not isinstance(params, Mapping):
-        raise ConfigError(f"expected a table of parameters, found {_shown(params)}")
+        raise ConfigError(f"expected a table of parameters, found {brief(params)}")
     wrong: list[str] = []
     decodes = _flag(params, "do_remote_prefill", wrong)
     prefills = _flag(params, "do_remote_decode", wrong)
@@ -100,7 +102,7 @@ def is_handed_over(params: Mapping[str, Any] | None) -> bool:
 def _flag(params: Mapping[str, Any], name: str, wrong: list[str]) -> bool:
     found = params.get(name)
     if found is not None and not isinstance(found, bool):
-        wrong.append(f"{name}: expected true or false, found {_shown(found)}")
+        wrong.append(f"{name}: expected true or false, found {brief(found)}")
     return found is True
 
 
@@ -117,21 +119,21 @@ def _remote(
     for name, (kind, expected) in _EXPECTED.items():
         found = params.get(name)
         if not isinstance(found, kind) or isinstance(found, bool) or not found:
-            wrong.append(f"{name}: expected {expected}, found {_shown(found)}")
+            wrong.append(f"{name}: expected {expected}, found {brief(found)}")
         elif isinstance(found, str) and not is_sendable(found, _SENT.get(name, len(found))):
             wrong.append(
-                f"{name}: expected {expected}, found {len(found)} characters, {_shown(found)}"
+                f"{name}: expected {expected}, found {len(found)} characters, {brief(found)}"
             )
     port = params.get("remote_port")
     if isinstance(port, int) and not 0 <= port <= PORT_MAX:
         wrong.append(f"remote_port: expected a port up to {PORT_MAX}, found {port}")
     blocks = params.get("remote_block_ids")
     if not push and not (_is_table(blocks) and any(blocks or ())):
-        wrong.append(f"remote_block_ids: expected lists of block ids, found {_shown(blocks)}")
+        wrong.append(f"remote_block_ids: expected lists of block ids, found {brief(blocks)}")
     for name, least, needed in (("tp_size", 1, bool(push)), ("remote_num_tokens", 0, False)):
         found = params.get(name)
         if (found is not None or needed) and not (_is_number(found) and found >= least):
-            wrong.append(f"{name}: expected a whole number from {least} on, found {_shown(found)}")
+            wrong.append(f"{name}: expected a whole number from {least} on, found {brief(found)}")
     if wrong:
         return NO_REMOTE
     host, tokens = params["remote_host"], params.get("remote_num_tokens") or 0
@@ -139,7 +141,7 @@ def _remote(
     return Remote(address, params["remote_request_id"], push, tokens, turn)
 
 
-def _shown(value: object) -> str:
+def brief(value: object) -> str:
     """Show some of a value that came with a request, in one line."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = _SHOWN_MAX

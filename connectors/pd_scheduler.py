@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from connectors import kv_hints
 from connectors.engine_interface import BlockTable, EngineRequest, Geometry
 from connectors.kv_transfer_params import (
     NO_REMOTE,
@@ -88,7 +89,7 @@ class HandOvers:
             running = p.HandedOver(name, "running", common=common_id(name))
             self._client.report_hand_over(running)
         if remote is NO_REMOTE:
-            return NO_REMOTE
+            return self._hinted(request, params)
         self._holders[name] = remote
         if request.num_tokens - 1 < cached + (1 if remote.tokens else size):
             return NO_REMOTE  # a full hit
@@ -114,6 +115,24 @@ class HandOvers:
             log.warning("request %s is computed here: %s", one_line(request_id, _LOGGED_MAX), exc)
             self._client.count("transfer_refused")
             return NO_REMOTE
+
+    def _hinted(self, request: EngineRequest, params: Mapping[str, Any] | None) -> Remote:
+        """Return the store that a hint names, if it says anything of the request's own blocks."""
+        envelope = params.get(kv_hints.PARAMETER) if isinstance(params, Mapping) else None
+        if envelope is None:
+            return NO_REMOTE
+        try:
+            hint = kv_hints.hint_of(envelope)
+            if hint is None:
+                return NO_REMOTE
+            covered = hint.covered(request.block_hashes) * self._geometry.hash_tokens
+            if blocks := covered // self._geometry.block_tokens:
+                return Remote(hint.address, hinted=blocks)
+            raise ConfigError("block_hashes: the last one is of no block of the request")
+        except ConfigError as exc:
+            log.debug("hint of request %s: %s", one_line(request.request_id, _LOGGED_MAX), exc)
+            self._client.count("hint_refused")
+        return NO_REMOTE
 
     def finish(
         self, tracked: TrackedRequest, table: BlockTable, scope: bytes

@@ -15,10 +15,12 @@ from connectors.compute_pace import ComputePace
 from connectors.engine_interface import Geometry
 from connectors.events import BlockEvents
 from connectors.kv_transfer_params import NO_REMOTE
+from connectors.late_stores import LateStores
 from connectors.partial_block import query_for
 from connectors.request_state import NO_QUERY, Phase, TrackedRequest
 from connectors.store_client import Grant, StoreClient
 from kvstore.core import limits
+from kvstore.core.types import make_key
 from kvstore.wire import engine as p
 
 IDLE_WAIT_S = 0.001
@@ -119,6 +121,7 @@ class RequestLookups:
         self._events = events
         self._direct = direct
         self.pace: ComputePace | None = None  # of computing; None: whatever is here is loaded
+        self.late: LateStores | None = None  # None: blocks are stored when they are complete
         self._scope = b""
         self.queue = LeaseQueue()
         self._waited_s = 0.0  # in this step
@@ -148,6 +151,7 @@ class RequestLookups:
             inside=query.inside,
             loadable=query.blocks,
             direct=self._direct,
+            hinted=remote.hinted,
             off_disk=not tracked.policy.store_in.disk,
             block_ns=None if self.pace is None else self.pace.block_ns(self._geometry.block_tokens),
         )
@@ -199,8 +203,30 @@ class RequestLookups:
         if grant.capped:
             self._make_room(tracked)
             return None
+        if self.late is not None and self._is_outdated(self.late, tracked, grant):
+            return None
         self.queue.moved(tracked)
         return grant
+
+    def _is_outdated(self, late: LateStores, tracked: TrackedRequest, grant: Grant) -> bool:
+        """Return True if a request is to have another answer: what this one lacks is stored by now.
+
+        It was given when the engine still had these blocks itself. The request asks once for each.
+        """
+        reach = min((places.leading for places in grant.hits), default=0)
+        block = max(reach, tracked.local // self._geometry.block_tokens)
+        if block >= tracked.query.blocks or block == tracked.asked_again:
+            return False
+        key = make_key(tracked.query.hashes[block], 0, self._scope + tracked.tag)
+        if late.is_copying(key):
+            tracked.stored_later = block
+            return True
+        if tracked.stored_later != block and key not in self._client.known:
+            return False
+        tracked.asked_again = block
+        self.drop(tracked)
+        self.ask(tracked)
+        return True
 
     def _wait(self, tracked: TrackedRequest, *, idle: bool) -> None:
         if tracked.waited and not idle:

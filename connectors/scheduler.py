@@ -10,6 +10,7 @@ An engine calls, in this order:
     get_num_new_matched_tokens   take the answer, or defer the request         request_lookups.py
     update_state_after_alloc     plan the load into the engine's blocks        load_planner.py
     build_meta                   store what becomes complete; fence            store_planner.py
+                                 or only what the engine is to reuse           late_stores.py
     on_output                    take the workers' reports
     hand_over, request_finished  store the rest; hold it for another engine    pd_scheduler.py
 
@@ -29,9 +30,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from connectors.compute_pace import ComputePace
-from connectors.engine_interface import BlockTable, EngineRequest, Geometry, Step
+from connectors.engine_interface import BlockTable, EngineCache, EngineRequest, Geometry, Step
 from connectors.events import BlockEvent, BlockEvents
 from connectors.kv_transfer_params import NO_REMOTE, NO_TRANSFER, Transfer
+from connectors.late_stores import LateStores
 from connectors.load_planner import CPU, LoadPlanner, why_missed
 from connectors.pd_scheduler import HandOvers
 from connectors.request_lookups import IDLE_WAIT_S, RequestLookups
@@ -85,18 +87,28 @@ class SchedulerHalf:
         self._ended: set[str] = set()  # requests that have ended since
         self._tokens_left: dict[str, int] = {}  # to compute until a block can be complete
         self._final_stores: list[StoreJob] = []  # of requests that have ended
-        self._events = BlockEvents(geometry, client)
+        self.events = BlockEvents(geometry, client)
         self._lookups = RequestLookups(
-            geometry, client, self._requests, self._events, direct=transfer.direct
+            geometry, client, self._requests, self.events, direct=transfer.direct
         )
         self._pace: ComputePace | None = None
         self._loads = LoadPlanner(geometry, client, shares_prefixes=shares_prefixes)
-        self._stores = StorePlanner(geometry, client, world, self._events)
+        self._stores = StorePlanner(geometry, client, world, self.events)
+        self._late: LateStores | None = None
         self._hand_overs = HandOvers(geometry, client, self._stores, transfer, world=world)
 
     def prefer_computing(self, pace: ComputePace) -> None:
         """Load no block from a lower tier that takes longer than computing it does."""
         self._pace = self._lookups.pace = pace
+
+    def store_late(self, cache: EngineCache, step_blocks: int) -> None:
+        """Store a block when the engine is about to reuse its own, not when it is complete.
+
+        For engines that LateStores serves. step_blocks: how many blocks of its own the engine gives
+        out in a step at most, those that loads fill aside.
+        """
+        self._late = LateStores(cache, self._geometry, self._stores, step_blocks)
+        self._lookups.late = self._late
 
     # Requests arrive, are looked up and admitted
 
@@ -139,6 +151,7 @@ class SchedulerHalf:
         tracked.remote = self._hand_overs.start(request, transfer, cached)
         if not self._hand_overs.is_running(request.request_id):
             tracked.store_tokens = policy.stored_tokens(request.num_tokens)
+            tracked.late = self._late is not None and not policy.pin
         self._lookups.ask(tracked)
         self._lookups.pin(tracked)
 
@@ -190,6 +203,8 @@ class SchedulerHalf:
         if self._loads.is_loading(tracked.query.hashes[computed // size]):
             return lookups.defer(tracked)
         tokens = end - computed
+        if self._late is not None:
+            self._late.make_way(tokens)
         loads = self._step_loads
         if loads is not None and self._is_alone():
             tracked.in_step = loads.allows(tracked, grant, -(-tokens // size))
@@ -226,7 +241,10 @@ class SchedulerHalf:
         """
         tracked = self._requests.get(request_id)
         if tracked is None:
-            self._loads.may_fill(table, self._untracked.pop(request_id, 0))
+            local = self._untracked.pop(request_id, 0)
+            self._loads.may_fill(table, local)
+            if self._late is not None:
+                self._late.begin(request_id, local)
             return
         if tracked.phase is Phase.LOADING:
             return
@@ -238,6 +256,8 @@ class SchedulerHalf:
         kept = min(tracked.query.own, grant.kept)
         tracked.present = tuple(hits.before(kept) for hits in grant.hits) or self._absent
         self._rewind(tracked)
+        if self._late is not None:
+            self._late.begin(request_id, tracked.local + external)
         tracked.sources = self._loads.split_by_source(grant, external)
         if tracked.may_load:
             answer = None if grant is NO_GRANT else grant
@@ -272,6 +292,8 @@ class SchedulerHalf:
         """Plan this step's copies. Called once per step, empty ones included."""
         self._lookups.next_step()
         written = (*step.written, *self._loads.take_targets())
+        if self._late is not None:  # peers may read what it stores until that is overwritten
+            self._final_stores.extend(self._late.step(written))
         self._client.overwritten(written)
         idle = not step.scheduled
         self._client.receive(IDLE_WAIT_S if idle and self._hand_overs.has_unstored() else 0.0)
@@ -307,7 +329,8 @@ class SchedulerHalf:
         if tracked.started_at is not None and self._may_be_undone(tracked):
             return
         computed = tracked.request.num_computed_tokens + tokens
-        complete_at = self._stores.store_complete(tracked, computed, step.table)
+        stores = self._late if tracked.late and self._late is not None else self._stores
+        complete_at = stores.store_complete(tracked, computed, step.table)
         self._tokens_left[request_id] = complete_at - computed
 
     @staticmethod
@@ -373,6 +396,8 @@ class SchedulerHalf:
         self._client.count("load_failed")
         tracked.failures += 1
         tracked.present = self._absent
+        size, end = self._geometry.block_tokens, tracked.local + sum(tracked.sources.values())
+        tracked.doubted = range(tracked.local // size, -(-end // size))
         self._rewind(tracked)
 
     # The end of things
@@ -409,16 +434,25 @@ class SchedulerHalf:
         self._untracked.pop(request_id, None)
         if tracked is None:
             return False
-        self._events.ended(tracked.request)
+        self.events.ended(tracked.request)
         if tracked.phase is Phase.RUNNING and not self._may_be_undone(tracked):
-            computed = tracked.request.num_computed_tokens
-            self._stores.store_complete(tracked, computed, lambda _: table)
-            self._client.report_unstored(self._stores.left_out(tracked, computed))
+            self._store_last(tracked, table)
         self._final_stores.extend(self._stores.take_jobs())
+        if self._late is not None:
+            self._final_stores.extend(self._late.end(request_id))
         self._lookups.end(tracked)
         self._hand_overs.end(request_id)
         self._loads.ended(tracked)
         return self._hand_overs.has_unstored(request_id)
+
+    def _store_last(self, tracked: TrackedRequest, table: BlockTable) -> None:
+        """Store what is complete of a request that ends."""
+        computed = tracked.request.num_computed_tokens
+        if tracked.late and self._late is not None:
+            self._late.store_complete(tracked, computed, lambda _: table)
+            return
+        self._stores.store_complete(tracked, computed, lambda _: table)
+        self._client.report_unstored(self._stores.left_out(tracked, computed))
 
     def has_pending_work(self) -> bool:
         """Return True if one more step is needed although no request is left."""
@@ -437,13 +471,15 @@ class SchedulerHalf:
         self._stores.use_scope(nonce)
         self._hand_overs.drop_rest()
         self._lookups.use_scope(nonce)
+        if self._late is not None:
+            self._late.clear()
         for tracked in self._requests.values():
             tracked.cursor = NEVER  # until the engine allocates afresh: its blocks are of before
         return not any(t.phase is Phase.LOADING for t in self._requests.values())
 
     def take_events(self) -> list[BlockEvent]:
         """Return what entered and left the tiers, of blocks of the current scope and the tenant."""
-        return list(self._events.take(self._scope + self.tag))
+        return list(self.events.take(self._scope + self.tag))
 
     def take_stats(self) -> Counter[str]:
         """Return what was counted since the last call."""

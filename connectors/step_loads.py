@@ -50,7 +50,7 @@ class StepLoads:
         far as is known.
         """
         return (
-            tracked.remote is NO_REMOTE
+            (tracked.remote is NO_REMOTE or tracked.remote.hinted > 0)
             and tracked.repeatable
             and not grant.sources
             and not any(hits.has_direct for hits in grant.hits)

@@ -28,14 +28,19 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-EVENTS_MAX = 100_000
+HELD_COST = 4
+HEARD = p.NEWS_MAX // 2  # keys dealt with are told to the store by so many
 UNSTORED_MAX = 1024  # keys that wait to be told; each costs the store a microsecond
 STEP_BYTES = 4 << 20
 """Of hashes in one message, and of what a store has not read when it is told more: many prompts
 of a million tokens that come at once are no message that it takes, nor fit into what waits."""
+TOKENS_BYTES = 128 << 10
+"""Of token ids in one message: 1,300 blocks of 16 tokens, which the store takes some 2 ms for."""
+TOKENS_BYTES_MAX = 8 << 20  # of those that wait
 MEMORY, DISK = "memory", "disk"
 ALL = 1 << 62  # more blocks than a request can have
 _NOTHING = p.Step()
+_Sized = p.Lookup | p.HandedOver | p.EngineBlocks | p.Prefix | p.BlockTokens
 KNOWN_MAX = 19_000  # at 19,660 keys a set grows for 0.3 ms, the time before, at 4,915, for 0.07
 FORGOTTEN_PER_KEY = 2  # so that all have gone before there are more to forget
 
@@ -180,6 +185,14 @@ class BlockChange(NamedTuple):
     key: bytes
 
 
+class _Keys(NamedTuple):
+    """Keys of one kind of change, or blocks of a page."""
+
+    medium: str
+    stored: bool
+    keys: Sequence[bytes | p.Held]
+
+
 class Grant(msgspec.Struct, frozen=True):
     """A lookup's answer: what is present, by group; valid until until_ns.
 
@@ -205,9 +218,14 @@ class StoreClient:
         self.defer_ms = 0
         self.side_channel = ""  # host:port where other stores can ask ours
         self.credits: deque[int] = deque()
-        self.events: deque[BlockChange] = deque(maxlen=EVENTS_MAX)
-        self.events_lost = 0  # the engine did not take them in time
         self.collect_events = False
+        self._changes: deque[_Keys] = deque()  # at most NEWS_MAX keys: the store waits
+        self._heard = 0  # keys that were dealt with, and the store has not heard of
+        self.keeps_tokens = False  # the store does, of blocks that it is told of
+        self.has_pages = False  # of its snapshot there is more, which has not been asked for
+        self._tokens: list[p.BlockTokens] = []
+        self._tokens_bytes = 0
+        self._snapshot: p.Snapshot | None = None  # to be asked for
         self.stats: Counter[str] = Counter()  # events and blocks, since take_stats()
         self._counts: Counter[str] = Counter()  # events that the store has not heard of
         self._attacher = attacher
@@ -258,6 +276,9 @@ class StoreClient:
         self._link, self.session = None, 0
         self.credits.clear()
         self.known = KnownKeys()
+        self._heard = 0
+        self.keeps_tokens = self.has_pages = False
+        self._tokens, self._tokens_bytes, self._snapshot = [], 0, None
         self._asked_ns.clear()
         self._grants.clear()
         self._lookups, self._release = [], []
@@ -413,6 +434,9 @@ class StoreClient:
                 unstored=_take(self._unstored),
                 tenants=_take(self._untold_tenants),
                 pins=_take(self._pins, _fitting(self._pins)),
+                heard=self._heard if self._heard >= HEARD else 0,
+                tokens=_take(self._tokens, _fitting(self._tokens, TOKENS_BYTES)),
+                snapshot=self._snapshot,
             )
             if step == _NOTHING:
                 self._link.flush()
@@ -421,6 +445,9 @@ class StoreClient:
             self._usage_hits.clear()
             self._usage_missed.clear()
             self._counts.clear()
+            self._heard -= step.heard
+            self._tokens_bytes -= sum(map(_bytes_of, step.tokens))
+            self._snapshot = None
             self._link.send(step)
         except LinkLost as exc:
             self.detach(str(exc))
@@ -437,6 +464,10 @@ class StoreClient:
             self._link, welcome = attached
             self.session, self.defer_ms = welcome.session, welcome.defer_ms
             self.side_channel = welcome.side_channel
+            if self.collect_events:
+                self.keeps_tokens = self.has_pages = welcome.tokens
+                if not welcome.tokens and welcome.there:
+                    self.count("events_untold", welcome.there)
             if welcome.warning:
                 log.warning("kvstore: %s", welcome.warning)
         if self._link is None:
@@ -478,19 +509,70 @@ class StoreClient:
                 missed=granted.missed,
             )
         self.credits.extend(array(framing.U32, answers.credits))
+        if answers.lost:  # blocks that have left may be among them
+            self.known = KnownKeys()
+        self._note_changes(answers)
         self.known.add(answers.added)
         self.known.remove(answers.removed)
-        if self.collect_events:
-            self._collect(MEMORY, answers.added, answers.removed)
-            self._collect(DISK, answers.disk_added, answers.disk_removed)
+        if answers.page is not None:
+            self.has_pages = not answers.page.last
+            if answers.page.blocks:
+                self._changes.append(_Keys("", stored=True, keys=answers.page.blocks))
+        if answers.lost and self.collect_events:
+            self.count("events_untold", answers.lost)
 
-    def _collect(self, medium: str, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Note the net change of each key; the two lists are of one turn, in no order."""
-        change = Counter(added)
-        change.subtract(removed)
-        fresh = [BlockChange(medium, net > 0, key) for key, net in change.items() if net]
-        self.events_lost += max(0, len(self.events) + len(fresh) - EVENTS_MAX)
-        self.events.extend(fresh)
+    def _note_changes(self, answers: p.Answers) -> None:
+        """Keep what entered and left the tiers for take_changes(), if that is wanted."""
+        added: Sequence[bytes] = answers.added
+        if self.collect_events:  # a block that was stored once more is told again, and is no news
+            added = [key for key in added if key not in self.known]
+            self._heard += len(answers.added) - len(added)
+        for medium, stored, keys in (
+            (MEMORY, True, added),
+            (MEMORY, False, answers.removed),
+            (DISK, True, answers.disk_added),
+            (DISK, False, answers.disk_removed),
+        ):
+            if keys and self.collect_events:
+                self._changes.append(_Keys(medium, stored, keys))
+            else:
+                self._heard += len(keys)
+
+    def take_changes(self, most: int) -> list[BlockChange | p.Held]:
+        """Return up to so many blocks that entered or left a tier, the first ones first.
+
+        A block that was there before is more work, and counts as HELD_COST.
+        """
+        taken: list[BlockChange | p.Held] = []
+        while self._changes and most > 0:
+            medium, stored, keys = self._changes.popleft()
+            count = most if medium else -(-most // HELD_COST)
+            part, rest = keys[:count], keys[count:]
+            taken += [
+                key if isinstance(key, p.Held) else BlockChange(medium, stored, key) for key in part
+            ]
+            most -= len(part) if medium else len(part) * HELD_COST
+            self._heard += len(part) if medium else 0
+            if rest:
+                self._changes.appendleft(_Keys(medium, stored, rest))
+        return taken
+
+    def describe(self, told: p.BlockTokens) -> None:
+        """Tell a store that keeps token ids those of some blocks, over several steps if need be.
+
+        Of more than can wait the oldest are dropped: no engine that attaches can tell them.
+        """
+        self._tokens.append(told)
+        self._tokens_bytes += _bytes_of(told)
+        while self._tokens_bytes > TOKENS_BYTES_MAX:
+            dropped = self._tokens.pop(0)
+            self._tokens_bytes -= _bytes_of(dropped)
+            self.count("events_untold", len(dropped.hashes) // dropped.width)
+
+    def ask_page(self, width: int, scope: bytes) -> None:
+        """Ask for the next page of what was there before, once what has come is dealt with."""
+        if self.has_pages and not self._changes:
+            self._snapshot, self.has_pages = p.Snapshot(width, scope), False
 
 
 def _take(queue: list[T], count: int | None = None) -> tuple[T, ...]:
@@ -501,17 +583,19 @@ def _take(queue: list[T], count: int | None = None) -> tuple[T, ...]:
     return taken
 
 
-def _fitting(queue: Sequence[p.Lookup | p.HandedOver | p.EngineBlocks | p.Prefix]) -> int:
-    """Count the first of these that are STEP_BYTES together; one in any case."""
+def _fitting(queue: Sequence[_Sized], most: int = STEP_BYTES) -> int:
+    """Count the first of these that are so many bytes together; one in any case."""
     size = 0
     for count, item in enumerate(queue):
         size += _bytes_of(item)
-        if size > STEP_BYTES and count:
+        if size > most and count:
             return count
     return len(queue)
 
 
-def _bytes_of(item: p.Lookup | p.HandedOver | p.EngineBlocks | p.Prefix) -> int:
+def _bytes_of(item: _Sized) -> int:
+    if isinstance(item, p.BlockTokens):
+        return len(item.hashes) + len(item.tokens)
     if isinstance(item, p.EngineBlocks):
         return sum(map(len, item.keys)) + len(item.slots) + 2 * len(item.blocks)
     return len(item.hashes)

@@ -203,10 +203,16 @@ def _await_welcome(link: Link, stop: threading.Event) -> p.Welcome | str:
     return ""
 
 
+class SameOnAllRanks(NotSupported):
+    """A reason to end a session that all ranks of an engine find: the first one logs it."""
+
+
 class Refusals:
     """Waits and log lines of one half of an engine that the store refuses."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        """rank: of a worker."""
+        self._rank = rank
         self._logged: set[str] = set()
         self._wait_s = 0.0
         self._attached_s: float | None = None
@@ -224,9 +230,12 @@ class Refusals:
         reason = str(why)
         if reason not in self._logged and len(self._logged) < _REASONS_MAX:
             self._logged.add(reason)
-            log.error(
-                "kvstore: %s; serving without it, and asking again, up to once a minute", reason
-            )
+            if self._rank > 0 and isinstance(why, SameOnAllRanks):
+                log.debug("kvstore: %s", reason)
+            else:
+                log.error(
+                    "kvstore: %s; serving without it, and asking again, up to once a minute", reason
+                )
         self._wait_s = min(max(REFUSED_FIRST_S, 2 * self._wait_s), REFUSED_MOST_S)
         part = random.uniform(0.8, 1.0)  # noqa: S311 - many engines' halves were refused at once
         return self._wait_s * part
@@ -257,7 +266,7 @@ class Attacher:
         """
         self.hello = hello
         self.refused: KVStoreError | None = None  # by the last store that answered
-        self.refusals = Refusals()
+        self.refusals = Refusals(hello.rank)
         self.stop = threading.Event()
         self._was_attached = False
         self._find, self._user, self._serve = find, user, serve

@@ -92,6 +92,11 @@ class StorePlanner:
         """Return True if there are credits for a block of each group."""
         return bool(self._client.session) and len(self._client.credits) >= len(self._batches)
 
+    @property
+    def describes(self) -> bool:
+        """True if stored blocks are described by their tokens."""
+        return self._client.collect_events
+
     def store_complete(
         self, tracked: TrackedRequest, computed: int, table: Callable[[str], BlockTable | None]
     ) -> int:
@@ -114,6 +119,11 @@ class StorePlanner:
                 client.count("store_declined")
         return (tracked.cursor + 1) * size
 
+    def count_complete(self, tracked: TrackedRequest, computed: int) -> int:
+        """Count the leading blocks of a request that are complete and may be stored."""
+        hashed = len(tracked.request.block_hashes) * self._geometry.hash_tokens
+        return min(computed, hashed, tracked.store_tokens) // self._geometry.block_tokens
+
     def left_out(self, tracked: TrackedRequest, computed: int) -> list[bytes]:
         """Return the keys of a request's complete blocks that have found no slot, of one group."""
         every, hashes = self._hashes_per_block, tracked.request.block_hashes
@@ -127,6 +137,8 @@ class StorePlanner:
             self._use(tracked)
         first, free, groups = tracked.cursor, self._client.credits, len(self._batches)
         while first < end and len(free) >= groups:
+            if first < tracked.doubted.stop:
+                self.forget_known(tracked, first, min(end, first + JOB_BLOCKS_MAX))
             if first + 1 == end:  # most steps complete one block of a request
                 self._gather_block(tracked, first, table)
                 first = end
@@ -141,6 +153,17 @@ class StorePlanner:
             if self._gathered >= JOB_BLOCKS_MAX * groups:
                 self._close_job()
         tracked.cursor = first
+
+    def forget_known(self, tracked: TrackedRequest, first: int, end: int) -> None:
+        """Store those of blocks first..end-1 whose load has failed, though they are known.
+
+        The store drops what was damaged, and may say so only after the engine has computed them.
+        """
+        doubted, every = tracked.doubted, self._hashes_per_block
+        first, end = max(first, doubted.start), min(end, doubted.stop)
+        hashes = tracked.request.block_hashes[(first + 1) * every - 1 : end * every : every]
+        for batch in self._batches:
+            self._client.known.remove([block_hash + batch.suffix for block_hash in hashes])
 
     def _use(self, tracked: TrackedRequest) -> None:
         """Gather blocks of a request: a job has those of one tenant, for the same tiers."""
@@ -164,6 +187,7 @@ class StorePlanner:
             keys = [block_hash + suffix for block_hash in hashes]
             new = client.known.none_of(keys)
             if not new and client.known.all_of(keys):  # the engine's own cache had them
+                client.known.add(keys)  # the last to be forgotten
                 continue
             whole = len(ids) == (end - first) * batch.engine_blocks and 0 not in ids
             if not new or not whole or present.any_of(first, end):
@@ -293,6 +317,10 @@ class StorePlanner:
             return set()
         blocks = set(written)
         return {job for job, read in self._sources.items() if not read.isdisjoint(blocks)}
+
+    def is_open(self, job: int) -> bool:
+        """Return True until a job has ended on all ranks."""
+        return job in self._sources
 
     def on_jobs_ended(self, ranks_ended: Mapping[int, int]) -> None:
         """Take the workers' reports: by job, on how many ranks it ended."""

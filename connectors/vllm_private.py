@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy, get_block_hash
 from vllm.v1.core.sched.output import (
     CachedRequestData,
     KVConnectorBlockState,
@@ -30,10 +30,10 @@ from connectors.vllm_version import VERSION
 from kvstore.core.errors import NotSupported
 
 REQUEST = (
-    "_all_token_ids", "all_token_ids", "block_hashes", "drop_stale_output", "kv_transfer_params",
-    "lora_request", "max_tokens", "mm_features", "num_computed_tokens", "num_in_flight_tokens",
-    "num_prompt_tokens", "num_tokens", "prompt_is_token_ids", "prompt_token_ids", "request_id",
-    "sampling_params", "skip_reading_prefix_cache", "status",
+    "_all_token_ids", "all_token_ids", "block_hashes", "drop_stale_output", "kv_hints",
+    "kv_transfer_params", "lora_request", "max_tokens", "mm_features", "num_computed_tokens",
+    "num_in_flight_tokens", "num_prompt_tokens", "num_tokens", "prompt_is_token_ids",
+    "prompt_token_ids", "request_id", "sampling_params", "skip_reading_prefix_cache", "status",
 )  # fmt: skip
 CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (SchedulerOutput, (
@@ -79,6 +79,51 @@ def values_of(part: Any, what: str, names: tuple[str, ...]) -> dict[str, Any]:
     """Read settings of vLLM. Raises NotSupported, in one message, for all that are not there."""
     _refuse(list(_not_in(part, what, names)))
     return {name: getattr(part, name) for name in names}
+
+
+class OwnCache:
+    """The prefix cache of a vLLM with one KV group, as EngineCache.
+
+    The free blocks are a linked list in the order of their reuse. vLLM has a method that lists all
+    of it, for its tests; only the first ones are wanted.
+    """
+
+    def __init__(self, kv_cache_manager: Any) -> None:
+        """Raises NotSupported, in one message, for names that are not there."""
+        pool = values_of(kv_cache_manager, "KVCacheManager", ("block_pool",))["block_pool"]
+        found = values_of(pool, "BlockPool", ("blocks", "free_block_queue"))
+        self._queue = found["free_block_queue"]
+        head, names = "fake_free_list_head", ("fake_free_list_head", "num_free_blocks")
+        self._head = values_of(self._queue, "FreeKVCacheBlockQueue", names)[head]
+        values_of(self._head, "KVCacheBlock", ("block_hash", "block_id", "next_free_block"))
+        self._blocks = found["blocks"]
+
+    @property
+    def block_count(self) -> int:
+        """How many blocks there are."""
+        return len(self._blocks)
+
+    @property
+    def free_count(self) -> int:
+        """How many can be allocated."""
+        count: int = self._queue.num_free_blocks
+        return count
+
+    def next_free(self, count: int) -> Iterator[tuple[int, bytes | None]]:
+        """Yield the blocks that are allocated next, up to so many, and what each holds."""
+        block = self._head.next_free_block
+        while count and block.next_free_block is not None:  # the last one stands for the end
+            yield block.block_id, _hash_of(block)
+            block, count = block.next_free_block, count - 1
+
+    def held(self, block: int) -> bytes | None:
+        """Return the hash by which requests find a block; None: they do not."""
+        return _hash_of(self._blocks[block])
+
+
+def _hash_of(block: Any) -> bytes | None:
+    name = block.block_hash
+    return None if name is None else get_block_hash(name)
 
 
 def _refuse(missing: list[str]) -> None:

@@ -20,22 +20,25 @@ from vllm.distributed.kv_events import (
     KVCacheEvent,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from connectors.compute_pace import ComputePace
 from connectors.engine_interface import Geometry, Step
-from connectors.events import BlockEvent
+from connectors.events import BlockEvent, NextHash
+from connectors.kv_hints import PARAMETER as HINT
 from connectors.kv_transfer_params import Transfer, is_handed_over
+from connectors.late_stores import LateStores
 from connectors.request_policy import NO_LIMITS, NOTHING, RequestPolicy, policy_of
 from connectors.scheduler import SchedulerHalf
 from connectors.step_loads import StepLoads
 from connectors.step_meta import StepMeta
 from connectors.store_client import DISK, MEMORY, StoreClient
 from connectors.store_connection import Attacher
-from connectors.vllm_private import check_private, values_of
+from connectors.vllm_private import OwnCache, check_private, values_of
 from kvstore.core.errors import ConfigError, NotSupported
 from kvstore.core.limits import NAME_MAX, SLOTS_MAX
 from kvstore.units import one_line
@@ -92,7 +95,14 @@ def start_scheduler(
         beside=beside,
         step_loads=loads_in_steps(config, cache, tokens),
     )
-    return SchedulerSide(half, cache, tokens, hands_over=hands_over, policy=settings.policy)
+    return SchedulerSide(
+        half,
+        cache,
+        tokens,
+        hands_over=hands_over,
+        policy=settings.policy,
+        step_blocks=late_step_blocks(config, tokens, settings.storing),
+    )
 
 
 def start_half(
@@ -155,6 +165,7 @@ def start_half(
     if not settings.always_load:
         half.prefer_computing(ComputePace(monotonic_ns))
     half.tag = settings.policy.tag
+    half.events.next_hash = next_hash_of(config.cache_config.prefix_caching_hash_algo)
     return half
 
 
@@ -170,6 +181,21 @@ def loads_in_steps(config: VllmConfig, cache: KVCacheConfig, tokens: Geometry) -
         return None
     engine_block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
     return StepLoads(engine_block_bytes * tokens.blocks_per_chunk[0])
+
+
+def late_step_blocks(config: VllmConfig, tokens: Geometry, storing: str) -> int:
+    """Return how many blocks vLLM allocates in a step at most, loads aside; 0: store eagerly."""
+    if storing != "late":
+        return 0
+    if not LateStores.serves(tokens.rules) or not config.cache_config.enable_prefix_caching:
+        log.warning(
+            "kvstore: storing = late is for engines with one KV group, full attention and prefix"
+            " caching: this one stores blocks when they are complete"
+        )
+        return 0
+    limits = config.scheduler_config
+    new_blocks = int(limits.max_num_batched_tokens) // tokens.engine_block_tokens[0]
+    return new_blocks + int(limits.max_num_seqs)
 
 
 def transfer_of_engine(child: KVConnectorBase_V1) -> Any:
@@ -205,8 +231,12 @@ class SchedulerSide:
         *,
         hands_over: bool = True,
         policy: RequestPolicy = NO_LIMITS,
+        step_blocks: int = 0,
     ) -> None:
-        """hands_over: requests' hand-over parameters count. policy: the engine's limits."""
+        """hands_over: requests' hand-over parameters count. policy: the engine's limits.
+
+        step_blocks: that vLLM allocates in a step at most; blocks are stored late. 0: eagerly.
+        """
         self.half = half
         self.manager: Any = None
         self._cache = cache
@@ -215,12 +245,15 @@ class SchedulerSide:
         self._states = frozenset(n for n, rule in enumerate(tokens.rules) if rule.exact)
         self._hands_over = hands_over
         self._policy = policy
+        self._step_blocks = step_blocks
         self._warned_of_adapters = False
 
     def bind(self, manager: Any) -> None:
         """Remember where block tables are, and check that all names used are there."""
         check_private(manager)
         self.manager = manager
+        if self._step_blocks:
+            self.half.store_late(OwnCache(manager), self._step_blocks)
 
     def on_new_request(self, request: Request) -> None:
         """Send a request's keys. Adapters are named by path, not content: they stay out."""
@@ -234,7 +267,9 @@ class SchedulerSide:
         transfer = transfer_of(request) if handed else None
         if self._states and is_handed_over(transfer):
             leave_out_last(request, self._tokens.hash_tokens)
-        cached = cached_tokens(self.manager, request) if transfer else 0
+        # For a hint alone that is not worth looking for: it takes long in a long prompt.
+        handed_over = transfer is not None and set(transfer) != {HINT}
+        cached = cached_tokens(self.manager, request) if handed_over else 0
         reads = not request.skip_reading_prefix_cache
         wanted = request.sampling_params
         repeatable = wanted is None or (wanted.seed is None and wanted.prompt_logprobs is None)
@@ -329,11 +364,13 @@ SHORTENED = "prompt_shortened"  # among the hand-over parameters
 
 
 def transfer_of(request: Any) -> dict[str, Any] | None:
-    """Return a request's hand-over parameters; None if its prompt is not all token ids.
+    """Return a request's hand-over parameters and hint; None if its prompt is not all token ids.
 
     Images have no place in the name of a partly filled block: with them whole blocks are fetched.
     """
     params: dict[str, Any] | None = request.kv_transfer_params
+    if request.kv_hints is not None and (not params or isinstance(params, dict)):
+        params = (params or {}) | {HINT: request.kv_hints}
     if not params or request.prompt_token_ids is None or request.prompt_is_token_ids is not None:
         return None
     if request.mm_features and params.get("do_remote_prefill"):
@@ -361,6 +398,17 @@ def leave_out_last(request: Any, hash_tokens: int) -> None:
     del request.block_hashes[last // hash_tokens :]
     request.num_prompt_tokens = last
     request.max_tokens = 1
+
+
+def next_hash_of(algorithm: str) -> NextHash:
+    """Return the hash by which vLLM names tokens that have neither images nor a salt."""
+    hashed = get_hash_fn_by_name(algorithm)
+
+    def next_hash(parent: bytes | None, tokens: Sequence[int]) -> bytes:
+        name: bytes = hash_block_tokens(hashed, parent and BlockHash(parent), tokens)
+        return name
+
+    return next_hash
 
 
 _MEDIA = {MEMORY: MEDIUM_CPU, DISK: MEDIUM_STORAGE}

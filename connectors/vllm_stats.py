@@ -14,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 COUNTERS: dict[str, tuple[str, dict[str, str]]] = {
     "vllm:kvstore_events": ("event", {name: name for name in (
         "deferred", "detached", "events_untold", "failed_loads", "failed_stores", "given_up_loads",
-        "hand_over_unstored", "load_failed", "store_declined", "timed_out", "transfer_refused",
+        "hand_over_unstored", "hint_refused", "load_failed", "store_declined", "timed_out",
+        "transfer_refused",
     )}),
     "vllm:kvstore_steps": ("event", {"deferred_steps": "deferred"}),
     "vllm:kvstore_planned_blocks": ("direction", {"store_blocks": "store"}),

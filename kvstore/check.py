@@ -8,20 +8,23 @@ cannot hang.
 from __future__ import annotations
 
 import enum
+import errno
 import resource
 import shutil
+import socket
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import msgspec
 
 from kvstore import numa
-from kvstore.config import Config, PeerConfig, ServerConfig
+from kvstore.config import Address, Config, ObjectConfig, PeerConfig, ServerConfig
 from kvstore.core.errors import ConfigError
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.side_channel import Channel
 from kvstore.listener import OWN_MODE, TakenError, refuse_group, taken
 from kvstore.memory_limits import MARGIN_BYTES, memory_left
+from kvstore.open_files import DISK_PART, MEMORY_PART, WAY_OUT, extents_max, files_max
 from kvstore.owned_files import writable_folder
 from kvstore.store import metrics_endpoint
 from kvstore.store.plugin_policy import refuse_policy
@@ -30,6 +33,8 @@ from kvstore.units import sized
 from tiers.nvme.directory import SPARE_BYTES, SPARE_PART
 from tiers.nvme.refusals import refuse as refuse_nvme
 from tiers.nvme.refusals import user_of
+from tiers.object.refusals import look as look_at_bucket
+from tiers.object.refusals import refuse as refuse_object
 
 _DEVICES = (Path("/sys/class/net"), Path("/sys/class/infiniband"))
 _ANY_DEVICE = "all"
@@ -65,6 +70,7 @@ def examine(config: Config) -> list[Finding]:
         *_memory(config),
         *_disk(config),
         _peer(config),
+        *_bucket(config),
         _huge_pages(),
         _locked_memory(),
         *(Finding(Level.OK, f"tier {t.name}", f"{t.class_name} loads") for t in config.tiers),
@@ -107,6 +113,16 @@ def _peer(config: Config) -> Finding:
     return Finding(Level.OK, "peer", text)
 
 
+def _bucket(config: Config) -> Iterator[Finding]:
+    if config.bucket is None:
+        return
+    try:
+        for good, text in look_at_bucket(config.bucket):
+            yield Finding(Level.OK if good else Level.NOTE, "object", text)
+    except (ConfigError, ImportError):
+        return  # _refused() has it
+
+
 def _memory(config: Config) -> Iterator[Finding]:
     capacity, extent = config.cpu.capacity_bytes, config.cpu.extent_bytes
     left = memory_left()
@@ -117,6 +133,7 @@ def _memory(config: Config) -> Iterator[Finding]:
     else:
         yield Finding(Level.OK, "cpu", text)
     count, rest = divmod(capacity, extent)
+    yield from _extents("cpu", count, extent, MEMORY_PART)
     text = f"{count} extents of {sized(extent)}"
     if rest:
         text += f"; {sized(rest)} of the capacity fill no extent and stay unused"
@@ -155,12 +172,25 @@ def _disk(config: Config) -> Iterator[Finding]:
         free = max(0, usage.free - spare) + held
     except (ConfigError, OSError):
         return  # _refused() has it
+    count = nvme.capacity_bytes // nvme.extent_bytes
+    yield from _extents("nvme", count, nvme.extent_bytes, DISK_PART)
     text = f"{path}: capacity {sized(nvme.capacity_bytes)}, {sized(free)} are free or hold blocks"
     if nvme.capacity_bytes <= free:
         yield Finding(Level.OK, "nvme", text)
         return
     text += f"; it stops growing when {sized(spare)} are left, and the coldest blocks make room"
     yield Finding(Level.NOTE, "nvme", text)
+
+
+def _extents(tier: str, count: int, extent_bytes: int, part: int) -> Iterator[Finding]:
+    """Say how much of a capacity the limit of open files leaves, where that is not all."""
+    most = extents_max(part)
+    if count > most:
+        text = (
+            f"{count:,} extents of {sized(extent_bytes)}; the limit of {files_max():,} open files"
+        )
+        text += f" allows {most:,}, {sized(most * extent_bytes)}: {WAY_OUT}"
+        yield Finding(Level.NOTE, tier, text)
 
 
 def _huge_pages() -> Finding:
@@ -194,12 +224,15 @@ def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "nvme", lambda: refuse_nvme(nvme)
     if peer is not None:
         yield "peer", lambda: refuse_peer(peer)
+    if config.bucket is not None:
+        bucket = config.bucket
+        yield "object", lambda: refuse_bucket(bucket)
     yield "policy", lambda: refuse_policy(config.cpu.policy)
     for tier in config.tiers:
         yield f"tier {tier.name}", lambda tier=tier: refuse_tier(tier)  # type: ignore[misc]
     if server.metrics is not None:
         address = server.metrics
-        yield "metrics", lambda: metrics_endpoint.listen(address).server_close()
+        yield "metrics", lambda: refuse_metrics(address, peer)
 
 
 def require(config: Config) -> None:
@@ -231,6 +264,30 @@ def refuse_peer(peer: PeerConfig) -> None:
         channel.listen(peer.listen.host, peer.listen.port)
     finally:
         channel.close()
+
+
+def refuse_metrics(address: Address, peer: PeerConfig | None) -> None:
+    """Raise ConfigError for an address that the endpoint cannot use, beside the side channel."""
+    endpoint = metrics_endpoint.listen(address)
+    try:
+        if peer is not None and peer.listen.port == address.port:
+            family = socket.AF_INET6 if ":" in peer.listen.host else socket.AF_INET
+            socket.create_server((peer.listen.host, address.port), family=family).close()
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:  # of others refuse_peer() tells
+            raise ConfigError(
+                "[server] metrics and [peer] listen: expected two ports,"
+                f" found {address.port} for both"
+            ) from exc
+    finally:
+        endpoint.server_close()
+
+
+def refuse_bucket(bucket: ObjectConfig) -> None:
+    """Raise ConfigError for a bad key, or where the client of buckets is missing."""
+    if bucket.key is not None:
+        ClusterKey.read(Path(bucket.key))
+    refuse_object(bucket)
 
 
 def refuse_devices(devices: str) -> None:

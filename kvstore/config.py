@@ -53,8 +53,13 @@ DISK_BYTES_MAX = 256 * TIB  # for more, a process has not enough addresses for t
 CREDIT_BYTES_DEFAULT = 512 * MIB
 FILE_BYTES_MAX = MIB
 THREADS_MAX = 64
+HOSTS_MAX = 256
+RUN_BYTES_MIN = 4096
+RUN_BYTES_MAX = 256 * MIB
+REQUESTS_MAX = 100_000
+FLOORS_PERCENT = 90  # of a tier: what tenants keep in sum
 # Labels that the tiers of the store itself and of the engine have in the metrics.
-RESERVED_TIER_NAMES = ("gpu", "cpu", "nvme", "peer")
+RESERVED_TIER_NAMES = ("gpu", "cpu", "nvme", "peer", "object")
 
 
 class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +106,25 @@ def read_listen(value: object, found: Mapping[str, Any]) -> Address:
             own = "the address at which other stores reach this one"
             raise wrong(f'{own}, such as "10.0.0.5:9500"', value)
     return address
+
+
+def network_of(host: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """Return an address, or a network of them; None for a name."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_network(host)
+    return None
+
+
+def _read_hosts(value: object, _found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Read names, addresses and networks of hosts."""
+    hosts = f'a list of up to {HOSTS_MAX} hosts such as "10.0.0.7", "10.0.0.0/8" or "prefill-1"'
+    if not isinstance(value, list) or len(value) > HOSTS_MAX:
+        raise wrong(hosts, value)
+    for host in value:
+        named = isinstance(host, str) and re.fullmatch(r"[\w.-]{1,253}", host, re.ASCII)
+        if not named and (not isinstance(host, str) or network_of(host) is None):
+            raise wrong(hosts, host)
+    return tuple(value)
 
 
 def _extent(parts: int, rounded: Callable[[Fraction], int]) -> Reader:
@@ -171,6 +195,14 @@ _read_folder = matching("/[^\0]*", 'an absolute path such as "/nvme/kv"')
 _read_devices = matching(
     r"[\w.:-]+(,[\w.:-]+)*", 'names of network devices such as "lo" or "eth0,eth1"'
 )
+_read_bucket = matching(
+    r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)*",
+    'a bucket and a folder in it, such as "s3://bucket/folder" (or gs://, az://)',
+)
+_read_endpoint = matching(
+    r"|https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?",
+    'an address such as "https://storage:8080", or "" for the one that the URL has',
+)
 _read_backlog = duration(zero="nothing could be written")
 
 
@@ -210,6 +242,7 @@ class EngineConfig(Section, frozen=True):
     defer_ns: Annotated[int, Setting(duration(), "100ms")]
     promote_ns: Annotated[int, Setting(duration(), "2s")]
     promote_limit_ns: Annotated[int, Setting(duration(zero="no load could end"), "60s")]
+    event_tokens_bytes: Annotated[int, Setting(size(0), 0)]
 
 
 class NvmeConfig(Section, frozen=True):
@@ -235,6 +268,22 @@ class PeerConfig(Section, frozen=True):
     landing_bytes: Annotated[int, Setting(size(HUGE_PAGE_BYTES), "64MiB")]
     devices: Annotated[str, Setting(_read_devices, "lo")]
     eager: Annotated[bool, Setting(flag, default=True)]
+    hints: Annotated[tuple[str, ...], Setting(_read_hosts, [])]
+
+
+class ObjectConfig(Section, frozen=True):
+    """`[object]`: blocks in a bucket that several stores share; left out, there are none."""
+
+    url: Annotated[str, Setting(_read_bucket, required="s3://bucket/folder")]
+    endpoint: Annotated[str, Setting(_read_endpoint, "")]
+    key: Annotated[str | None, Setting(_read_folder)]
+    run_bytes: Annotated[int, Setting(size(RUN_BYTES_MIN, RUN_BYTES_MAX), "2MiB")]
+    timeout_ns: Annotated[int, Setting(duration(zero="nothing could be moved"), "5s")]
+    threads: Annotated[int, Setting(whole_number(1, THREADS_MAX), 8)]
+    write_budget_bytes: Annotated[
+        int | None, Setting(size(1, of=" per day (leave it out for no limit)"))
+    ]
+    requests: Annotated[int, Setting(whole_number(1, REQUESTS_MAX), 200)]
 
 
 class TierConfig(Section, frozen=True):
@@ -255,6 +304,10 @@ class TenantConfig(Section, frozen=True):
     nvme_bytes: Annotated[int | None, Setting(size(0))]
     nvme_floor_bytes: Annotated[int, Setting(size(0), 0)]
 
+    def floor_of(self, tier: str) -> int:
+        """Return what the tenant keeps in "cpu" or "nvme"."""
+        return self.cpu_floor_bytes if tier == "cpu" else self.nvme_floor_bytes
+
 
 N = TypeVar("N", TierConfig, TenantConfig)
 
@@ -269,6 +322,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tiers: tuple[TierConfig, ...] = msgspec.field(name="tier")
     peer: PeerConfig | None = None
     tenants: tuple[TenantConfig, ...] = msgspec.field(name="tenant", default=())
+    bucket: ObjectConfig | None = msgspec.field(name="object", default=None)
 
 
 class ConfigFile(msgspec.Struct, frozen=True):
@@ -352,13 +406,20 @@ def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
     engine = section(EngineConfig, "engine", capacity=cpu.capacity_bytes)
     nvme = section(NvmeConfig, "nvme") if "nvme" in table else None
     peer = section(PeerConfig, "peer", capacity=cpu.capacity_bytes) if "peer" in table else None
+    bucket = section(ObjectConfig, "object") if "object" in table else None
     tiers = _several(TierConfig, "tier", table, source)
     tenants = _several(TenantConfig, "tenant", table, source)
     if len(tenants) > TENANTS_MAX:
         raise ConfigError(f"{source}: {len(tenants)} [[tenant]], expected up to {TENANTS_MAX}")
     for tenant in tenants:
         _refuse_floor(tenant, cpu, nvme, source)
-    return Config(server, cpu, engine, nvme, tiers, peer, tenants)
+    for tier, capacity_bytes in (
+        ("cpu", cpu.capacity_bytes),
+        ("nvme", 0 if nvme is None else nvme.capacity_bytes),
+    ):
+        floors = sum(tenant.floor_of(tier) for tenant in tenants)
+        refuse_floors(tier, floors, capacity_bytes, f"{source}: ")
+    return Config(server, cpu, engine, nvme, tiers, peer, tenants, bucket)
 
 
 def _refuse_floor(
@@ -374,6 +435,15 @@ def _refuse_floor(
         if floor > limit:
             where = f"{source}: [[tenant]] {tenant.name} {name}_floor"
             raise ConfigError(f"{where}: expected up to {sized(limit)}, found {sized(floor)}")
+
+
+def refuse_floors(tier: str, floors_bytes: int, capacity_bytes: int, where: str = "") -> None:
+    """Raise ConfigError for tenants that keep so much of a tier that nothing else is stored."""
+    most = capacity_bytes * FLOORS_PERCENT // 100
+    if floors_bytes > most:
+        expected = f"expected up to {sized(most)} in sum, {FLOORS_PERCENT} % of the capacity"
+        found = sized(floors_bytes)
+        raise ConfigError(f"{where}floors of tenants in {tier}: {expected}, found {found}")
 
 
 def _several(kind: type[N], section: str, table: Mapping[str, Any], source: str) -> tuple[N, ...]:

@@ -44,7 +44,7 @@ REQUIRED = {
 }
 STORE_WAIT_S = 2.0
 ANSWER_MAX = 300  # characters
-OF_A_PRIVATE_STORE = ("cpu", "numa", "nvme", "peer", "huge pages")
+OF_A_PRIVATE_STORE = ("cpu", "numa", "nvme", "peer", "huge pages", "metrics")
 
 
 def examine_engine(

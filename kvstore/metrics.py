@@ -19,6 +19,7 @@ from kvstore.wire.engine import EVENTS, MISSES
 MEMORY = "cpu"  # the memory pool's tier label
 NVME = "nvme"
 PEER = "peer"
+OBJECT = "object"
 
 SUM = "sum"
 NAMESPACES_MAX = 64
@@ -40,6 +41,12 @@ DISK_EVENTS = (
 )
 # Memory has counters of its own; a tier of others has TIER_EVENTS.
 _EVENTS_OF = {MEMORY: (), NVME: (*TIER_EVENTS, *DISK_EVENTS), PEER: READ_EVENTS}
+# Of requests to a bucket: what was asked for, and how that ended.
+OBJECT_EVENTS = tuple(
+    f"{verb}_{outcome}"
+    for verb in ("head", "get", "put", "delete")
+    for outcome in ("ok", "missing", "refused", "corrupt", "timeout", "error", "unsent")
+)
 FETCHED_TIERS = ("gpu", "cpu", "nvme", "prefill", "other")
 HAND_OVERS = {  # by metric, what hand-overs count
     "kvstore_hand_over_blocks": ("fetched", "corrupt", "confirmed", "stale", "failed", "gone"),
@@ -53,6 +60,7 @@ HAND_OVERS = {  # by metric, what hand-overs count
     ),
     "kvstore_hand_over_bugs": ("internal",),
 }
+HINTS = ("offered", "nothing", "late", "resting", "refused", "needless")
 
 
 class Spec(NamedTuple):
@@ -124,6 +132,9 @@ TABLE = (
     Spec("kvstore_hand_over_bugs", "counter",
          "Bugs of the store that ended a connection, or hand-overs; the log has the traceback.",
          ("event",), HAND_OVERS["kvstore_hand_over_bugs"], of_peers=True),
+    Spec("kvstore_hints", "counter",
+         "Hints that named another store as a request's source, by what came of them.",
+         ("outcome",), HINTS, of_peers=True),
     Spec("kvstore_exporter_starts", "counter",
          "Starts of the exporter, the process that moves blocks to and from other stores.",
          of_peers=True),
@@ -137,6 +148,9 @@ TABLE = (
     Spec("kvstore_hand_over_held_seconds", "histogram",
          "Time from the end of a handed-over request until all its blocks are in slots.",
          ("le",), bounds=SHORT_S),
+    Spec("kvstore_object_requests", "counter",
+         "Requests to the bucket, by what was asked for and how that ended.",
+         ("event",), OBJECT_EVENTS),
     Spec("kvstore_evicted_idle_seconds", "histogram",
          "Time since the last use of blocks that are evicted, sampled once per batch.",
          ("le",), bounds=LONG_S),
@@ -238,6 +252,8 @@ def zeros(tiers: Sequence[str], namespace: str | None = None) -> Iterator[tuple[
     for spec in TABLE:
         of_namespace = spec.labels[:1] == ("namespace",)
         if spec.kind != "counter" or (spec.of_peers and PEER not in tiers):
+            continue
+        if spec.values is OBJECT_EVENTS and OBJECT not in tiers:
             continue
         if of_namespace != (namespace is not None):
             continue

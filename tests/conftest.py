@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from kvstore.config import NvmeConfig
@@ -26,6 +26,10 @@ OURS = ("connectors", "kvstore", "tiers")  # loggers
 # Other work beside the tests makes them slow, not wrong.
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvstore")
+# Whether a test fails is all that counts there: what fails is not made small, which takes minutes.
+settings.register_profile(
+    "mutants", settings.get_profile("kvstore"), phases=[Phase.explicit, Phase.generate]
+)
 
 
 class ByFile(LoadScopeScheduling):

@@ -36,7 +36,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/store/live_settings.py": (
         ("reload -k Q21", "if capacity_bytes < self._extent_bytes:"),
-        ("reload -k Q21_what", "self._use(config)"),
+        ("reload -k Q21_what", "self._use(config, tenants)"),
     ),
     "kvstore/store/drain.py": (
         ("drain -k Q25", "namespace.tiering.enqueue_lacking(part)"),
@@ -453,7 +453,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/store/tenants.py": (
         ("tenants_store -k Q41_tenants_are", " or len(self.names) >= limits.TENANTS_MAX", ""),
         ("tenants_store -k S2", "read_tenant(name, {})"),
-        ("tenants_store -k Q41_a_reload", "self.limit(name, tier, None, 0)"),
+        ("tenants_store -k Q41_a_reload", "share.quota_bytes, share.floor_bytes = None, 0"),
     ),
     "connectors/store_client.py": (
         (

@@ -27,8 +27,8 @@ from tiers.nvme import NvmeDisk
 
 WAIT_S = 300.0
 WORKS, WARNS, REFUSES = "works", "warns", "refuses"
-# Placeholders: {here} the folder of all, {mine} that of one, {port} a port in use, {much} GiB more
-# than the disk has.
+# Placeholders: {here} the folder of all, {mine} that of one, {port} a port in use, {free} one that
+# is not, {much} GiB more than the disk has.
 DISK = {"path": "{mine}/kv", "capacity": "64MiB"}
 PEER = {"eager": False}
 TIER = {"name": "shelf", "class": "tests.reference.memory_tier:MemoryTier"}
@@ -45,6 +45,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "a store at the socket": (REFUSES, {"server": {"socket": "{here}/taken.sock"}}),
     "a file at the socket": (REFUSES, {"server": {"socket": "{here}/file"}}),
     "metrics port in use": (REFUSES, {"server": {"metrics": "127.0.0.1:{port}"}}),
+    "metrics at the port of the side channel": (
+        REFUSES,
+        {"server": {"metrics": "127.0.0.1:{free}"}, "peer": PEER | {"listen": "127.0.0.1:{free}"}},
+    ),
+    "metrics at all addresses of the side channel's port": (
+        REFUSES,
+        {"server": {"metrics": "0.0.0.0:{free}"}, "peer": PEER | {"listen": "127.0.0.1:{free}"}},
+    ),
+    "ports that are chosen": (
+        WORKS,
+        {"server": {"metrics": "127.0.0.1:0"}, "peer": PEER | {"listen": "127.0.0.1:0"}},
+    ),
     "metrics of another machine": (REFUSES, {"server": {"metrics": "192.0.2.1:9400"}}),
     "side channel of another machine": (
         REFUSES,
@@ -80,6 +92,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
     much = str(shutil.disk_usage(here).total // GIB + 64)
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            free = str(sock.getsockname()[1])
         stack.enter_context(contextlib.closing(listen(str(here / "taken.sock"))))
         stack.enter_context(contextlib.closing(NvmeDisk(settings_for(here / "locked"))))
         found = {}
@@ -94,7 +108,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
                 table[section] = table.get(section, {}) | settings
             text = toml(table).replace("{here}", str(here)).replace("{mine}", str(mine))
             (mine / "kvstore.toml").write_text(
-                text.replace("{port}", str(port)).replace("{much}", much)
+                text.replace("{port}", str(port)).replace("{free}", free).replace("{much}", much)
             )
             log = stack.enter_context((mine / "log").open("w"))
             command: list[str | Path] = [

@@ -51,6 +51,7 @@ name = "shelf"
 """
 LEAST = {"cpu": {"capacity": "8GiB"}}
 DISK = {"path": "/nvme/kv", "capacity": "1GiB"}
+BUCKET = {"url": "s3://kv/cluster"}
 TIER = {"class": "a.b:C", "name": "disk"}
 
 
@@ -100,6 +101,7 @@ def test_only_the_capacity_is_needed() -> None:
             10**8,
             2 * 10**9,
             promote_limit_ns=60 * 10**9,
+            event_tokens_bytes=0,
         ),
         None,
         (),
@@ -108,9 +110,12 @@ def test_only_the_capacity_is_needed() -> None:
     assert disk == config.NvmeConfig(
         "/nvme/kv", GIB, 64 * MIB, 10**9, 4, 10**10, write_budget_bytes=None
     )
+    assert parse({**LEAST, "object": BUCKET}).bucket == config.ObjectConfig(
+        "s3://kv/cluster", "", None, 2 * MIB, 5 * 10**9, 8, None, 200
+    )
     peer = parse({**LEAST, "peer": {}}).peer
     assert peer == config.PeerConfig(
-        Address("127.0.0.1", 0), None, 2 * GIB, 64 * MIB, "lo", eager=True
+        Address("127.0.0.1", 0), None, 2 * GIB, 64 * MIB, "lo", eager=True, hints=()
     )
 
 
@@ -178,6 +183,11 @@ WRONG_IN: list[tuple[str, str, Any, tuple[str, ...]]] = [
     ("nvme", "write_budget", "0GB", ("at least 1B per day", '"0GB"')),
     ("nvme", "write_budget", "much", ('"8GiB"', '"much"')),
     ("nvme", "backlog", "0s", ("more than 0", '"0s"')),
+    ("object", "url", "kv", ('"s3://bucket/folder"', '"kv"')),
+    ("object", "endpoint", "storage", ('"https://storage:8080"', '"storage"')),
+    ("object", "run", "1GiB", ("at most 256MiB", '"1GiB"')),
+    ("object", "timeout", "0s", ("more than 0", '"0s"')),
+    ("object", "requests", 0, ("from 1 to 100000", "found 0")),
     ("tier", "clas", "x", ("unknown clas", "did you mean class?")),
     ("tier", "class", "Disk", ('"Disk"',)),
     ("tier", "class", "a-b:C", ('"a-b:C"',)),
@@ -192,6 +202,7 @@ def test_a_wrong_setting_is_refused_with_place_found_and_expected() -> None:
     wrong = list(WRONG)
     for section, name, value, parts in WRONG_IN:
         right: dict[str, Any] = {**LEAST, "nvme": DISK, "tier": TIER, "engine": {}, "server": {}}
+        right["object"] = BUCKET
         changed = {**right, section: {**right[section], name: value}}
         place = "[[tier]] 1" if section == "tier" else f"[{section}]"
         wrong.append(({**changed, "tier": [changed["tier"]]}, (place, name, *parts)))
@@ -275,11 +286,12 @@ def test_any_table_gives_settings_or_a_config_error(table: dict[str, Any]) -> No
 
 SHARED = {
     "store": "/run/kvstore.sock", "cpu": None, "nvme": None, "promote": None,
-    "promote_limit": None, "block_tokens": None, "transfer": "auto", "lease": 30 * 10**9,
+    "promote_limit": None, "event_tokens": None, "block_tokens": None, "transfer": "auto",
+    "lease": 30 * 10**9,
     "listen": None, "metrics": None, "two_way": False, "recompute_threshold": 0,
     "decode_ttl": 480 * 10**9,
-    "direct": False, "store_user": None, "always_load": False, "max_load_tokens": None,
-    "max_offload_tokens": None,
+    "direct": False, "store_user": None, "always_load": False, "storing": "eager",
+    "max_load_tokens": None, "max_offload_tokens": None,
     "kv_load_tiers": None, "kv_store_tiers": None, "offload_prompt_only": False, "tenant": None,
 }  # fmt: skip
 
@@ -346,6 +358,7 @@ WRONG_EXTRA: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"cpu": "8GiB", "block_tokens": "64"}, ("block_tokens", 'found "64"')),
     ({"cpu": "8GiB", "block_tokens": 0}, ("block_tokens", "from 1 to", "found 0")),
     ({"cpu": "8GiB", "transfer": "wave"}, ('"auto" or "pull" or "push"', '"wave"')),
+    ({"cpu": "8GiB", "storing": "lazy"}, ('storing: expected "eager" or "late"', '"lazy"')),
     ({"cpu": "lots"}, ("cpu", '"8GiB"', '"lots"')),
     ({"store": "tcp://host"}, ("store", '"tcp://host"')),
     ({"store": "/s", "listen": "127.0.0.1:0"}, ("listen is for a private store",)),
@@ -353,6 +366,7 @@ WRONG_EXTRA: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"cpu": "8GiB", "listen": "here"}, ("listen", '"host:port"', '"here"')),
     ({"cpu": "8GiB", "promote": "soon"}, ("promote", '"30s"', '"soon"')),
     ({"cpu": "8GiB", "promote_limit": "0s"}, ("promote_limit", "more than 0", '"0s"')),
+    ({"cpu": "8GiB", "event_tokens": "-1"}, ("event_tokens", "a size", '"-1"')),
     ({"cpu": "8GiB", "store_user": 0}, ("store_user is for a shared store",)),
     ({"cpu": "8GiB", "two_way": 1}, ("two_way: expected true or false, found 1",)),
     ({"cpu": "8GiB", "recompute_threshold": 64}, ("recompute_threshold is for two_way = true",)),

@@ -24,8 +24,9 @@ from kvstore.wire import engine as p
 from kvstore.wire.peer import RANKS_MAX
 from tests.engine.support import since
 from tests.harness.fakes import u32
-from tests.harness.live import eventually
-from tests.harness.worker_rig import BLOCKS, Rank
+from tests.harness.live import LiveStore, eventually
+from tests.harness.peers import config
+from tests.harness.worker_rig import BLOCKS, Rank, Rig
 from tests.test_direct import Nodes, nodes
 
 PAGES = (PageRun(0, 512, 1, 4096, 512, 0),)
@@ -73,6 +74,22 @@ def test_B19_direct_what_was_overwritten_while_it_was_read_is_read_again_from_sl
         found = made.brings(grant, range(6))
         assert (found[GPU], found[CPU]) == (4, 2)
         assert since(made.stores[0].address, {})["kvstore_hand_over_blocks{stale}"] == 2
+
+
+def test_B20_direct_that_no_rdma_device_reaches_a_gpu_is_said_once_of_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("connectors.engine_agent.gpu_of", lambda _: 1)
+    with LiveStore(config(tmp_path)) as store:
+        rig = Rig(store.path, world=2, direct="pull")
+        try:
+            eventually(lambda: not any(rank.half._copies.direct for rank in rig.ranks))
+            rig.attach()  # with all ranks, by way of the store
+        finally:
+            rig.close()
+    ours = [record for record in caplog.records if record.name.startswith("connectors")]
+    lines = [record.levelname for record in ours if "names no RDMA device" in record.message]
+    assert lines == ["ERROR"]
 
 
 def told(rank: Rank) -> bool:

@@ -346,9 +346,17 @@ class Others:
         self.over: list[int] = []
 
     def fetch(
-        self, namespace: Namespace, address: str, want: m.Want, now_ns: int, *, direct: bool = False
+        self,
+        namespace: Namespace,
+        address: str,
+        want: m.Want,
+        now_ns: int,
+        *,
+        direct: bool = False,
+        hinted: bool = False,
     ) -> int:
         assert (namespace, address, direct) == (namespace, "x:1", self.direct)
+        assert not hinted
         self.asked_ns = now_ns
         self.wants.append(want)
         return len(self.wants)

@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from connectors import config as extra
+from connectors.kv_hints import hint_of
 from kvstore import cli, config
 from kvstore.metrics import TABLE
 from kvstore.settings import Section, Setting, settings_of
@@ -26,7 +27,7 @@ from kvstore.store.tier_guard import find_class
 from kvstore.wire import engine
 from tests import rooms
 from tests.bench import __main__ as bench
-from tests.bench import beside
+from tests.bench import beside, fleet
 from tests.bench.report import Result, as_json
 from tests.harness.pages import NAMES, ROOT, shown, text, write_modules
 
@@ -38,6 +39,11 @@ SECTIONS: dict[str, type[Section]] = {
     "[peer]": config.PeerConfig,
     "[[tier]]": config.TierConfig,
     "kv_connector_extra_config": extra.ExtraConfig,
+}
+PARSERS = {
+    "tests.bench": bench.parser,
+    "tests.bench.beside": beside.parser,
+    "tests.bench.fleet": fleet.parser,
 }
 METRICS = {f"{spec.name}_total" if spec.kind == "counter" else spec.name: spec for spec in TABLE}
 
@@ -65,6 +71,8 @@ def test_json_is_read(block: str) -> None:
     if "bench" in table:
         (row,) = json.loads(as_json("b", [Result("n", 1, "u")]))["results"]
         assert all(row.keys() <= result.keys() for result in table["results"])
+    elif "actions" in table:
+        assert hint_of(table) is not None
     else:
         check_transfer_config(table)
 
@@ -104,10 +112,8 @@ def test_commands_exist(block: str) -> None:
     for line in filter(None, (shlex.split(line, comments=True) for line in block.splitlines())):
         if line[0] == "make":
             assert set(line[1:]) <= targets
-        elif line[:3] == ["python", "-m", "tests.bench"]:
-            bench.parser().parse_args(line[3:])
-        elif line[:3] == ["python", "-m", "tests.bench.beside"]:
-            beside.parser().parse_args(line[3:])
+        elif line[:2] == ["python", "-m"] and line[2] in PARSERS:
+            PARSERS[line[2]]().parse_args(line[3:])
         elif line[:2] == ["python", "-m"]:
             assert line[2] in {
                 *("tests.bench.screenshots", "tests.demo", "tests.demo.router"),

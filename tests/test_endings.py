@@ -25,9 +25,11 @@ engine.put([b"a" * 32])
 sys.stdin.readline()
 if sys.argv[2] == "goodbye":
     engine.worker.send(p.Detach(""))
-elif sys.argv[2] == "turned away":
+elif "turned away" in sys.argv[2]:
     engine.worker.sock.sendall(b"no message" * 9)
     engine.worker.read_to_end()
+    if "goodbye" in sys.argv[2]:
+        engine.worker.send(p.Detach(""))
 engine.scheduler.close()
 engine.worker.close()
 sys.stdin.read()
@@ -67,8 +69,10 @@ def test_O23_slots_of_a_killed_worker_are_free_when_its_process_has_ended(
         eventually(lambda: "dying" not in sessions)
 
 
-def test_O23_a_worker_that_says_goodbye_is_not_waited_for(tmp_path: Path) -> None:
-    with LiveStore(store_settings(tmp_path)) as store, dying(store, "goodbye"):
+@pytest.mark.parametrize("how", ["goodbye", "turned away, goodbye"])
+def test_O23_a_worker_that_says_goodbye_is_not_waited_for(tmp_path: Path, how: str) -> None:
+    """Workers do so after their last copy, also when they are turned away for a wrong message."""
+    with LiveStore(store_settings(tmp_path)) as store, dying(store, how):
         sessions = store.server.store.sessions
         eventually(lambda: not sessions["dying"].workers if "dying" in sessions else True)
         time.sleep(0.3)

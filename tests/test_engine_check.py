@@ -85,6 +85,19 @@ def test_Q10_wrong_settings_fail_with_what_is_expected(
     assert re.search(told, failed[what]), failed
 
 
+def test_S6_the_ports_of_a_private_store_are_tried(check: Check) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        place = f"127.0.0.1:{sock.getsockname()[1]}"
+        status, rows = check(extra(cpu="64MiB", metrics=place))
+        assert (status, rows["metrics"][0][0]) == (2, "fail")
+        assert "Address already in use" in rows["metrics"][0][1]
+    status, rows = check(extra(cpu="64MiB", metrics=place, listen=place))
+    assert (status, rows["metrics"][0][0]) == (2, "fail")
+    assert "expected two ports" in rows["metrics"][0][1]
+    status, rows = check(extra(cpu="64MiB", metrics="127.0.0.1:0", listen="127.0.0.1:0"))
+    assert (status, rows["metrics"][0][0], rows["peer"][0][0]) == (0, "ok", "ok")
+
+
 def test_Q10_the_settings_are_read_by_the_engines_own_code(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:

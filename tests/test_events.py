@@ -10,16 +10,18 @@ import pytest
 from connectors import events as events_module
 from connectors import store_client as client_module
 from connectors.engine_interface import Geometry
-from connectors.events import BlockEvent
+from connectors.events import EVENTS_PER_STEP, BlockEvent
 from connectors.store_client import DISK, MEMORY
 from kvstore.config import parse
-from kvstore.core.types import GroupRule, make_key
+from kvstore.core.types import BlockKey, GroupRule, make_key
+from kvstore.store import admin
 from kvstore.wire import engine as p
-from tests.harness.live import LiveStore, engine
+from tests.harness.live import LiveEngine, LiveStore, engine, store_settings
 from tests.harness.nvme_blocks import key, settings_for, shelf
 from tests.harness.script import Request, Script, hashes
 
 TABLE = [[1, 2, 3, 4]]
+SMALL = 1 << 16  # bytes of a block: all fit
 TWO = Geometry(32, 16, (16, 32, 32), (GroupRule(), GroupRule(), GroupRule(2)))
 
 
@@ -43,8 +45,14 @@ def happened(
     disk_removed: Sequence[bytes] = (),
 ) -> list[BlockEvent]:
     """What is told of one turn of the store."""
-    lists = added, removed, disk_added, disk_removed
-    script.inbox.append(p.Answers((), b"", *map(tuple, lists)))
+    script.inbox.append(
+        p.Answers(
+            added=tuple(added),
+            removed=tuple(removed),
+            disk_added=tuple(disk_added),
+            disk_removed=tuple(disk_removed),
+        )
+    )
     script.step()
     return script.half.take_events()
 
@@ -75,11 +83,57 @@ def test_O16_events_have_tokens_and_parent_and_name_the_tier() -> None:
     assert script.half.take_events() == []
 
 
+def test_O24_an_engine_is_told_of_what_it_stored_or_asked_for_and_of_no_other(
+    tmp_path: Path,
+) -> None:
+    config = store_settings(tmp_path)
+    with (
+        LiveStore(config) as store,
+        engine(store, "a", page_bytes=SMALL, events=True) as one,
+        engine(store, "b", page_bytes=SMALL, events=True) as other,
+    ):
+        mine, theirs, both = hashes(3), hashes(3, "b"), hashes(2, "c")
+        assert not other.ask(both).lease, "it will compute these"
+        one.put([*mine])
+        other.put([*theirs])
+        one.put([*both])
+        expected = {make_key(name, 0) for name in (*mine, *both)}
+        assert heard(one, expected) == expected
+        expected = {make_key(name, 0) for name in (*theirs, *both)}
+        assert heard(other, expected) == expected
+        other.put(mine[:1])  # twice the same: the first copy stays, and the other one hears of it
+        assert heard(other, {make_key(mine[0], 0)}) == {make_key(mine[0], 0)}
+        admin.clear(store.path)
+        expected = {make_key(name, 0) for name in (*theirs, *both, mine[0])}
+        assert heard(other, expected, "removed") == expected
+
+
+def heard(one: LiveEngine, expected: set[BlockKey], what: str = "added") -> set[bytes]:
+    """What an engine is told until it has heard all that is expected."""
+    found = list[bytes]()
+    while not expected <= set(found):
+        found += getattr(one.hear(), what)
+    assert len(found) == len(set(found)), "each once"
+    return set(found)
+
+
 def test_O16_a_run_of_blocks_has_tokens_too() -> None:
     script, request = listening(), Request("r", 16 * 6)
     run(script, request, [[1, 2, 3, 4, 5, 6]])
     keys = [script.key(request, index) for index in range(6)]
     assert plain(happened(script, added=keys)) == [stored(request, index) for index in range(6)]
+
+
+def test_O16_O24_a_block_that_was_stored_once_more_is_published_once() -> None:
+    """The store tells again of a block that it has: an engine may have forgotten its key."""
+    script, request = listening(), Request("r", 16)
+    run(script, request)
+    key = script.key(request, 0)
+    assert len(happened(script, added=[key])) == 1
+    assert happened(script, added=[key]) == []
+    assert script.client._heard == 2
+    assert len(happened(script, removed=[key])) == 1
+    assert len(happened(script, added=[key])) == 1
 
 
 def test_O16_the_request_need_not_live_until_its_blocks_are_stored() -> None:
@@ -101,7 +155,7 @@ def test_O16_what_comes_up_for_a_request_has_its_tokens() -> None:
     script.half.request_finished("o", ())
     assert happened(script, added=[script.key(other, 0)]) == []
     assert script.half.take_stats()["events_untold"] == 1
-    assert not script.half._events._asked, "nothing stays of requests that are gone"
+    assert not script.half.events._asked, "nothing stays of requests that are gone"
 
 
 def test_O16_what_this_engine_has_no_tokens_of_is_counted_not_told() -> None:
@@ -121,15 +175,6 @@ def test_O16_a_prompt_that_was_shortened_meanwhile_tells_nothing_wrong() -> None
     assert happened(script, added=[name]) == []
     request.block_hashes = []
     assert happened(script, added=[name]) == []
-
-
-def test_O16_one_turn_tells_of_each_block_what_became_of_it_once() -> None:
-    script, request = listening(), Request("r", 48)
-    run(script, request)
-    a, b, c = (script.key(request, index) for index in range(3))
-    assert plain(happened(script, added=[a, b])) == [stored(request, 0), stored(request, 1)]
-    # a left and came back, b left, c came and left
-    assert happened(script, added=[a, c], removed=[a, b, c]) == [gone(request, 1)]
 
 
 def test_O16_a_block_of_several_engine_blocks_is_told_as_these() -> None:
@@ -160,7 +205,7 @@ def test_O16_what_is_remembered_for_events_is_bounded(monkeypatch: pytest.Monkey
         request = Request(f"r{number}", 48, f"r{number}")
         run(script, request, [[1, 2, 3], [1, 2], [1, 2]])
         names.append(script.key(request, 0))
-    told = script.half._events
+    told = script.half.events
     assert len(told._described) == 2
     assert len(happened(script, added=names)) == 5, "they are here yet, and were asked for"
     assert len(told._described) == len(told._published) == 2
@@ -171,25 +216,72 @@ def test_O16_what_is_remembered_for_events_is_bounded(monkeypatch: pytest.Monkey
     assert script.half.take_stats()["events_untold"] == 3
 
 
-def test_O16_events_that_nobody_takes_are_bounded_and_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(client_module, "EVENTS_MAX", 2)
-    script, request = listening(), Request("r", 64)
-    script.client.events = type(script.client.events)(maxlen=2)
-    run(script, request)
-    keys = [script.key(request, index) for index in range(3)]
-    assert plain(happened(script, added=keys)) == [stored(request, 1), stored(request, 2)]
-    assert script.half.take_stats()["events_untold"] == 1
+def test_O24_a_burst_is_told_a_limited_number_of_blocks_in_each_step() -> None:
+    script, request = listening(), Request("r", 16 * 200)
+    run(script, request, [list(range(1, 201))])
+    script.half.take_events()
+    gone_keys = [make_key(name, 0) for name in hashes(1000, "x")]
+    steps = [happened(script, removed=gone_keys)]
+    while events := script.half.take_events():
+        steps.append(events)
+    assert [len(events) for events in steps] == [EVENTS_PER_STEP] * 15 + [40]
+    told = [name for events in steps for event in events for name in event.hashes]
+    assert told == hashes(1000, "x"), "each once, in order"
+
+
+def test_O24_an_engine_that_stores_much_tells_as_much_in_a_step() -> None:
+    script, request = listening(), Request("r", 16 * 90)
+    run(script, request, [list(range(1, 91))])
+    keys = [script.key(request, index) for index in range(90)]
+    got = happened(script, added=keys, removed=keys, disk_added=keys)
+    assert len(got) == 270, "of each block what can become of it"
+    assert happened(script, disk_removed=keys) == [gone(request, n, DISK) for n in range(64)]
+
+
+def test_O24_the_store_hears_what_was_told_and_sends_the_next() -> None:
+    script = listening()
+    keys = [make_key(name, 0) for name in hashes(600, "x")]
+    happened(script, removed=keys)
+    heard = 0
+    for _ in range(10):
+        script.half.take_events()
+        script.step()
+        heard += sum(step.heard for step in script.steps())
+    assert heard >= client_module.HEARD, "or the store would wait for ever"
+    silent = Script()
+    silent.inbox.append(p.Answers(added=tuple(keys)))
+    silent.step()
+    assert [step.heard for step in silent.steps()] == [600], "without events at once"
+
+
+def test_O24_what_the_store_could_not_keep_is_counted() -> None:
+    script = listening()
+    script.inbox.append(p.Answers(lost=7))
+    script.step()
+    assert script.half.take_stats()["events_untold"] == 7
+
+
+@pytest.mark.parametrize("events", [True, False])
+def test_O24_after_lost_news_no_block_counts_as_stored(*, events: bool) -> None:
+    """Those that have left may be among what was lost, and would never be stored again."""
+    script = listening() if events else Script()
+    before, after = (make_key(name, 0) for name in hashes(2, "x"))
+    script.inbox.append(p.Answers(added=(before,)))
+    script.step()
+    assert before in script.client.known
+    script.inbox.append(p.Answers(added=(after,), lost=1))
+    script.step()
+    assert before not in script.client.known
+    assert after in script.client.known
 
 
 def test_O16_an_engine_without_events_remembers_nothing() -> None:
     script, request = Script(), Request("r", 40)
     run(script, request)
     assert happened(script, added=[script.key(request, 0)]) == []
-    assert not script.half._events._described
-    assert not script.half._events._asked
-    assert not script.client.events
+    assert not script.half.events._described
+    assert not script.half.events._asked
+    assert script.client.take_changes(10) == []
 
 
 def test_O16_the_disk_is_told_of_to_those_who_asked(tmp_path: Path) -> None:

@@ -148,6 +148,22 @@ def test_a_peer_that_has_forgotten_a_fetch_says_so_within_two_seconds() -> None:
         pair.run(20, ms=100)
 
 
+def test_what_a_peer_says_before_it_hears_that_our_exporter_ended_is_not_wrong() -> None:
+    """Its heartbeat and our Refused cross; a simulated fleet met it."""
+    pair, chain = Pair(), hashes(3)
+    pair.hand("r")
+    number = pair.want(chain, request="r")
+    pair.decode.ask(chain)
+    pair.run(10)
+    pair.producer.on_exporter_lost("the exporter has ended")
+    said = len(pair.down.sent)
+    pair.producer.on_message(pair.peer, m.Settle(number, 1000), pair.giver.now_ns)
+    assert len(pair.down.sent) == said, "it was told already"
+    pair.producer.on_closed(pair.peer)
+    with pytest.raises(ProtocolError, match="Settle before Hello"):
+        pair.producer.on_message(pair.peer, m.Settle(number, 1000), pair.giver.now_ns)
+
+
 def test_a_peer_speaks_for_its_own_jobs_only() -> None:
     pair, chain = stored(2)
     number = pair.want(chain)
@@ -192,6 +208,7 @@ def test_what_is_staged_at_a_clear_is_not_handed_over() -> None:
         pair.source.manager.drop(key, "test")
     want = m.Want(1, b"".join(chain), 32, (u32([0, 1]),))
     pair.producer.on_message(pair.peer, want, pair.giver.now_ns)
+    pair.producer.tick(pair.giver.now_ns)
     pair.source.tiering.clear()
     pair.run(4)
     assert pair.producer.counts["failed"] == 2

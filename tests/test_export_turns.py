@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.core.types import BlockKey
-from kvstore.handover import moves
+from kvstore.core.types import BlockKey, Slot
+from kvstore.handover import moves, producer
 from kvstore.handover.consumer import STALL_NS
 from kvstore.handover.runs import Part, Places
 from kvstore.handover.transfers import Slots
@@ -17,7 +17,98 @@ from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness import handover_pair
 from tests.harness.fakes import hashes, keys_of, u32
-from tests.harness.handover_pair import LANDING, Pair, bare_fetch, stored
+from tests.harness.handover_pair import LANDING, Pair, bare_fetch, content, stored
+
+
+def looks(pair: Pair) -> list[int]:
+    """How many blocks the producer looks for, from now on, by turn."""
+    tiering, tick = pair.source.tiering, pair.producer.tick
+    turns, find = list[int](), tiering.sources_of
+
+    def counted(keys: Sequence[BlockKey]) -> Any:  # noqa: ANN401 - as tiering has it
+        turns[-1] += len(keys)
+        return find(keys)
+
+    def turn(now_ns: int) -> None:
+        turns.append(0)
+        tick(now_ns)
+
+    tiering.sources_of = counted  # type: ignore[method-assign,assignment]
+    pair.producer.tick = turn  # type: ignore[method-assign,assignment]
+    return turns
+
+
+def offers(pair: Pair) -> dict[int, m.Offer]:
+    return {said.job: said for said in pair.down.sent if isinstance(said, m.Offer)}
+
+
+def test_S2_of_what_peers_want_a_turn_looks_for_a_few_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(producer, "LOOKS_MAX", 64)
+    pair, chain = stored(20)
+    numbers = [pair.want([*chain, *hashes(480, f"more {n}")]) for n in range(3)]
+    turns = looks(pair)
+    pair.run(1)
+    assert pair.producer.looking, "the next turn comes at once"
+    pair.run(40)
+    assert max(turns) == 64
+    assert sum(turns) == 3 * 500, "each block once"
+    assert {number: len(offers(pair)[number].which) for number in numbers} == dict.fromkeys(
+        numbers, 20
+    )
+    assert not pair.producer.looking
+
+
+def test_S2_of_an_unknown_request_the_first_missing_block_is_looked_for_now_and_then() -> None:
+    pair, chain = stored(20)
+    numbers = [pair.want([*chain, *hashes(480, f"more {n}")], request="?") for n in range(3)]
+    turns = looks(pair)
+    pair.run(1)
+    assert turns == [3 * 500], "once for all: what is missing is not known yet"
+    assert not pair.producer.looking
+    pair.run(200)
+    assert sum(turns[1:]) == 3 * 10, "one of each, every 20 ms"
+    assert not offers(pair)
+    pair.run(120)
+    assert set(offers(pair)) == set(numbers)
+    assert pair.producer.counts["unknown"] == 3
+    assert max(turns[1:]) == 3 * 480, "those after the missing ones, at the end"
+
+
+def test_S2_a_peer_that_wants_much_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producer, "LOOKS_MAX", 64)
+    pair, chain = stored(2)
+    said = dict[int, list[framing.Message]]()
+    pair.producer._send = lambda peer, message: said.setdefault(peer, []).append(message)
+    layout = pair.source.layout
+    for peer in (50, 51):
+        hello = m.Hello(m.VERSION, layout.digest, layout.traits, f"other {peer}", b"md")
+        pair.producer.on_message(peer, hello, 0)
+    much = hashes(500, "more")
+    for job in range(1, 9):
+        want = m.Want(job, b"".join(much), 32, (u32(range(500)),), b"")
+        pair.producer.on_message(50, want, pair.giver.now_ns)
+    want = m.Want(1, b"".join(chain), 32, (u32(range(2)),), b"")
+    pair.producer.on_message(51, want, pair.giver.now_ns)
+    pair.producer.tick(pair.giver.now_ns)
+    assert any(isinstance(message, m.Offer) for message in said[51])
+    assert not any(isinstance(message, m.Offer) for message in said[50])
+
+
+def test_B18_blocks_of_an_unknown_request_that_come_meanwhile_are_offered() -> None:
+    pair, chain = Pair(), hashes(6)
+    number = pair.want(chain, request="?")
+    pair.run(30)
+    pair.put(chain[:3])
+    pair.run(30)
+    assert not offers(pair)
+    for index in range(3, 6):
+        pair.source.view(Slot(pair.prefill.credits[0]))[:] = content(keys_of(chain)[index])
+        pair.prefill.put(chain[: index + 1], first=index)
+    pair.run(60)
+    assert len(offers(pair)[number].which) == 6
+    assert pair.producer.counts["unknown"] == 1
 
 
 @pytest.mark.parametrize("push", [False, True])

@@ -14,7 +14,15 @@ PACKAGES = ("connectors", "kvstore", "tiers")
 # What only stores, tools, and engines with `direct` load.
 FORBIDDEN = (
     *("kvstore.store", "kvstore.handover", "kvstore.cli", "kvstore.check", "kvstore.metrics"),
-    *("tiers.nvme", "tiers.nixl", "tiers.cpu", "connectors.copies.gpu", "connectors.direct_reads"),
+    *(
+        "tiers.nvme",
+        "tiers.nixl",
+        "tiers.object",
+        "tiers.cpu",
+        "obstore",
+        "connectors.copies.gpu",
+        "connectors.direct_reads",
+    ),
     *(
         "aiofiles",
         "cupy",
@@ -33,6 +41,7 @@ OF_THE_WORKER = (
     "connectors.worker_copies",
 )
 OF_THE_SCHEDULER = (
+    "connectors.late_stores",
     "connectors.load_planner",
     "connectors.request_lookups",
     "connectors.scheduler",
@@ -91,7 +100,7 @@ def under(names: list[str], *parents: str) -> list[str]:
     ("code", "modules_max", "forbidden"),
     [
         (WORKER, 21, (*OF_THE_SCHEDULER, "kvstore.config")),
-        (SCHEDULER, 31, (*OF_THE_WORKER, "kvstore.config", "torch")),
+        (SCHEDULER, 33, (*OF_THE_WORKER, "kvstore.config", "torch")),
     ],
     ids=["worker", "scheduler"],
 )

@@ -27,6 +27,7 @@ from kvstore.metrics import (
     MEMORY,
     NAMESPACES_MAX,
     NVME,
+    OBJECT,
     OTHER,
     PEER,
     TABLE,
@@ -49,6 +50,7 @@ UNITS = (
     "tokens",
     "blocks",
     "lookups",
+    "hints",
     "slots",
     "leases",
     "sessions",
@@ -193,7 +195,7 @@ def test_M3_every_counter_is_there_at_0_from_the_start(samples: Samples) -> None
 
 def test_M3_a_store_with_a_disk_and_peers_has_their_counters_too() -> None:
     numbers = Numbers()
-    numbers.start([MEMORY, NVME, PEER])
+    numbers.start([MEMORY, NVME, OBJECT, PEER])
     found = scrape(numbers)
     assert set(found.values()) == {0}
     for spec in TABLE:

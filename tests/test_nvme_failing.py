@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvstore.config import NvmeConfig
@@ -35,7 +36,7 @@ from tests.harness.nvme_trouble import (
     wait,
     wait_for,
 )
-from tiers.nvme import NvmeDisk, disk
+from tiers.nvme import NvmeDisk, disk, health
 from tiers.nvme.directory import Directory, Look
 from tiers.nvme.index_client import (
     IndexClient,
@@ -206,7 +207,7 @@ def test_a_bad_extent_costs_its_blocks_and_not_the_tier(
 def test_an_unreadable_disk_at_the_start_is_no_damage(
     settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise IndexDamagedError("for the test")
 
     with shelf(settings) as before:
@@ -488,3 +489,23 @@ def test_it_comes_back_while_its_index_is_being_read(settings: NvmeConfig, folde
         let_back(found)
         wait_for(found, "ok")
         assert all(found.whole(chain, 20) for chain in range(10))
+
+
+def test_O17_what_is_written_is_committed_as_a_disk_ends_that_takes_no_writes(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was dropped: a disk that is read-only for a moment was taken for one that is done."""
+    monkeypatch.setattr(health, "RETRY_S", 600.0)
+    slow = msgspec.structs.replace(settings, durability_ns=10**12)
+    with shelf(slow) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        monkeypatch.setattr(NvmeDisk, "flush", NvmeDisk.poll)  # commits are in no hurry
+        assert found.put(1, 5, 20).done == 15
+        found.disk.health.only_reads("for the test", time.monotonic())
+        began_s = time.monotonic()
+        found.tier.close()
+        found.disk.close()
+        assert time.monotonic() - began_s < disk.CLOSE_S / 2, "nothing is waited for"
+    with shelf(settings) as found:
+        assert found.whole(1, 20)

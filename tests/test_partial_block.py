@@ -163,7 +163,7 @@ def test_O13_the_fence_covers_a_tail() -> None:
 def test_O16_a_tail_is_no_event() -> None:
     script, request = prefill(40, [[1, 2, 3]])
     script.client.collect_events = True
-    script.half._events.stored(request, 0, 2)
+    script.half.events.stored(request, 0, 2)
     tail = tail_hash(ONE_GROUP, request, 40)
     finish(script, [[1, 2, 3]])
     script.changed(added=[script.key(request, 0), make_key(tail, 0)])

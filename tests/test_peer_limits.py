@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
+from kvstore.core.types import BlockKey
 from kvstore.handover import jobs, links, moves, producer, side_channel, transfers
 from kvstore.handover.side_channel import Channel
 from kvstore.handover.transfers import PeerAgents
@@ -342,13 +343,13 @@ def test_S2_an_unknown_request_is_looked_for_when_it_comes_and_not_in_each_turn(
 ) -> None:
     own, namespace = place.prefill.peers.producer, place.prefill.namespace(place.good.giver)
     looked: list[int] = []
-    tiers = jobs.Job.tiers
+    find = jobs.Look._find
 
-    def look(job: jobs.Job) -> list[str | None]:
-        looked.append(job.number)
-        return tiers(job)
+    def noted(look: jobs.Look, wanted: list[BlockKey]) -> list[str | None]:
+        looked.append(look._job.number)
+        return find(look, wanted)
 
-    monkeypatch.setattr(jobs.Job, "tiers", look)
+    monkeypatch.setattr(jobs.Look, "_find", noted)
     for number in (1, 2):
         place.caller(place.hello())(wanted(hashes(6), number, request=f"r{number}"))
     place.turns(15)

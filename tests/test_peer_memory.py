@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.handover import transfers
 from kvstore.handover.runs import Part
-from kvstore.handover.transfers import Landing, SlotMove, Transfers, Unmapped
+from kvstore.handover.transfers import Landing, Reachable, SlotMove, Transfers, Unmapped
 from kvstore.units import MIB
 from kvstore.wire import peer as m
 from tests.harness.patience import WAIT_S
@@ -29,11 +29,13 @@ class Exporter:
     def __init__(self, *_: object) -> None:
         self.events: list[Event] = []
         self.mapped: dict[int, bool] = {}
+        self.tried: list[int] = []
         self.abandoned: list[int] = []
         self.started = 0
         self.fails = False
 
     def map(self, extent: int, _fd: int, _size: int, *, writable: bool) -> None:
+        self.tried.append(extent)
         if self.fails:
             self.events.append(Mapped(extent, text="no"))
             return
@@ -141,6 +143,31 @@ def test_B15_landing_memory_that_could_not_be_mapped_is_mapped_some_time_later(
     until(mover, lambda: landing.take(1))
     assert list(exporter.mapped) == [landing.extent]
     assert not mover._unmappable
+
+
+def test_B15_slots_that_could_not_be_mapped_are_mapped_some_time_later(
+    mover: Transfers, exporter: Exporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else nothing of that memory is handed over any more."""
+    exporter.fails = True
+    mover.export(7, 5, MIB)
+    now_ns = 1
+    for now_ns in (1, 1 + transfers.MAP_AGAIN_NS, 1 + 2 * transfers.MAP_AGAIN_NS):
+        assert mover.poll(now_ns) == [] == mover.poll(now_ns)
+    assert exporter.tried == [7] * 3
+    assert [record.levelname for record in caplog.records] == ["ERROR"], "said once"
+    exporter.fails = False
+    now_ns += transfers.MAP_AGAIN_NS
+    assert mover.poll(now_ns - 1) == []
+    assert not exporter.mapped, "not at once"
+    reachable = [*mover.poll(now_ns), *mover.poll(now_ns)]
+    assert Reachable(7, 4096 * 7) in reachable
+    assert exporter.mapped == {7: False}
+    mover.unexport(7)
+    assert mover.poll(now_ns) == [Unmapped(7)]
+    assert mover.poll(now_ns + 2 * transfers.MAP_AGAIN_NS) == []
+    assert exporter.tried == [7] * 4, "not after its end"
+    assert not mover._exports, "nor is anything kept of it"
 
 
 def test_B20_a_transfer_is_abandoned_when_none_of_its_blocks_is_wanted(

@@ -72,6 +72,7 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
         "defer": MOMENTS,
         "promote": MOMENTS,
         "promote_limit": MOMENTS,
+        "event_tokens": NUMBERS,
     },
     "nvme": {
         "path": (
@@ -92,6 +93,19 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
         "landing": (*NUMBERS, "1MiB"),
         "devices": ("", "*", 1, "eth77", "lo,eth77"),
         "eager": FLAGS[:2],
+        "hints": (
+            "10.0.0.0/8", {}, 1, [1], [""], ["10.0.0.1/8"], ["a b"], ["h/8"], ["h:1"], ["h"] * 257,
+        ),
+    },
+    "object": {
+        "url": (1, "", "bucket", "http://storage/bucket", "s3://", "s3://a b", "s3://a/../b?x"),
+        "endpoint": (1, "storage:9000", "ftp://storage", "http://", "http://a/b"),
+        "key": (1, "", "key", "{here}/none", "{here}/file", "{here}/open.key", "{here}"),
+        "run": (*NUMBERS, "1KiB", "1GiB"),
+        "timeout": (*MOMENTS, "0s"),
+        "threads": (0, 65, "4", 1.5, True),
+        "write_budget": (*NUMBERS, 0),
+        "requests": (0, 100_001, "5", 1.5, True),
     },
     "tier": {
         "class": (
@@ -162,6 +176,8 @@ def write(folder: Path, section: str, name: str, value: object) -> Path:
         "peer": {"eager": False},
         "tier": {"class": "tests.reference.memory_tier:MemoryTier", "name": "shelf"},
     }
+    if section == "object":  # each check asks it, so it is not in the others
+        table[section] = {"url": "s3://bucket/folder", "endpoint": "http://127.0.0.1:1"}
     if section:
         table[section][name] = value
     path = folder / "kvstore.toml"

@@ -186,7 +186,7 @@ def test_Q21_a_pipe_in_the_place_of_the_file_is_an_error_at_once(reloads: Reload
 def test_Q21_capacity_below_an_extent_of_the_running_store_is_refused() -> None:
     text = b'[cpu]\ncapacity = "64MiB"\nextent = "32MiB"'
     used: list[Config] = []
-    settings = LiveSettings(of_text(text, "a"), 32 << 20, used.append)
+    settings = LiveSettings(of_text(text, "a"), 32 << 20, lambda config, _: used.append(config))
     with pytest.raises(Exception, match=r"at least 32MiB \(one extent of the running store\)"):
         settings.take_over(of_text(b'[cpu]\ncapacity = "16MiB"', "b"))
     assert not used

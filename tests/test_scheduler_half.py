@@ -391,6 +391,16 @@ def test_O15_what_a_failed_load_promised_is_stored_when_it_is_computed() -> None
     assert script.indices(request, script.step(request, 40, [[3, 4, 5]])) == [0, 1]
 
 
+def test_O15_what_failed_to_load_is_stored_before_the_store_has_said_that_it_is_gone() -> None:
+    script, request = found(49, [0, 1, 2])
+    script.changed([script.key(request, index) for index in range(3)])
+    script.load(request, [[1, 2, 3]], 16)
+    finish(script, request, failed=True)
+    request.num_computed_tokens = 16
+    script.admit(request, 16)
+    assert script.indices(request, script.step(request, 33, [[1, 4, 5, 6]])) == [1, 2]
+
+
 def test_O20_an_expired_answer_is_asked_afresh() -> None:
     script, request = Script(), Request("r", 33)
     ask = script.arrive(request, [0, 1], lease_ms=1_000)

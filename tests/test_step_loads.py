@@ -301,13 +301,8 @@ def engine(
         yield made
 
 
-def run(
-    engine: Node, name: str, tokens: list[int], new: int, *, stored: bool = True
-) -> tuple[int, int]:
-    """Run a prompt that the engine itself has forgotten: tokens loaded, steps to its first one.
-
-    stored: all its blocks are, in the end.
-    """
+def run(engine: Node, name: str, tokens: list[int], new: int) -> tuple[int, int]:
+    """Run a prompt that the engine itself has forgotten: tokens loaded, steps to its first one."""
     inner = engine.engine
     inner.book.tables.forget_all()
     outputs: list[Output] = []
@@ -322,8 +317,7 @@ def run(
     loaded = engine.run({name: tokens}, new, {})[name]
     inner.step = step  # type: ignore[method-assign]
     blocks = (len(tokens) + new - 1) // 8
-    if stored:
-        eventually(lambda: len(engine.keys()) == blocks)
+    eventually(lambda: len(engine.keys()) == blocks)
     return loaded, next(n for n, output in enumerate(outputs, 1) if output.tokens)
 
 
@@ -358,8 +352,7 @@ def test_O15_what_a_load_in_a_step_left_wrong_is_computed(
     run(engine, "first", tokens, new)
     with monkeypatch.context() as patch:
         patch.setattr(SlotMap, "generations", moving_on())
-        run(engine, "fails", tokens, new, stored=False)
+        run(engine, "fails", tokens, new)
     assert engine.engine.counts["sync_failed"] == 1
-    run(engine, "computed", tokens, new)  # it may have heard too late that its blocks are gone
     assert run(engine, "stored again", tokens, new) == (56, 1)
     assert engine.engine.counts["sync_failed"] == 1

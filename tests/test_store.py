@@ -206,15 +206,25 @@ def test_O23_a_scheduler_that_sleeps_does_not_hold_the_slots() -> None:
 
 
 def test_O23_a_write_under_way_is_given_up_with_the_last_connection_only() -> None:
+    town, engine, _, slot = pending_town()
+    manager = next(iter(town.store.namespaces.values())).manager
+    town.close(engine.scheduler)
+    town.close(engine.workers[0])
+    assert slot in set(manager.slots.granted)
+    town.close(engine.workers[1])
+    assert len(manager.slots.free) == manager.slots.total
+    assert len(manager.index) == 0
+
+
+def test_O17_what_workers_report_of_a_session_that_ends_is_stored() -> None:
     town, engine, chain, slot = pending_town()
     manager = next(iter(town.store.namespaces.values())).manager
     town.close(engine.scheduler)
     engine.report(1, [slot], [make_key(chain[0], 0)], [b""])  # had not heard yet
-    assert slot in set(manager.slots.granted)
+    assert manager.ready(make_key(chain[0], 0))
     for worker in engine.workers:
         town.close(worker)
-    assert len(manager.slots.free) == manager.slots.total
-    assert len(manager.index) == 0
+    assert len(manager.slots.free) == manager.slots.total - 1
 
 
 def test_the_others_are_told_to_detach_once() -> None:

@@ -36,11 +36,13 @@ def test_O2_what_was_stored_is_hit_with_its_slots_and_generations() -> None:
     assert not granted.sources
 
 
-def test_O16_every_engine_of_the_namespace_hears_what_became_ready_and_what_left() -> None:
+def test_O16_the_engines_that_have_to_do_with_a_block_hear_when_it_is_ready_and_leaves() -> None:
     town = Town()
     first, second = town.attach("first"), town.attach("second")
     other = town.attach("other", identity="another model")
-    first.put(chain := hashes(2))
+    chain = hashes(2)
+    assert not blocks(second.hit(chain)), "it is to compute them, and another does so first"
+    first.put(chain)
     town.settle(first, second, other)
     expected = [make_key(block, 0) for block in chain]
     assert (first.added, second.added, other.added) == (expected, expected, [])
@@ -48,6 +50,18 @@ def test_O16_every_engine_of_the_namespace_hears_what_became_ready_and_what_left
     town.settle(first, second, other)
     assert sorted(first.removed) == sorted(second.removed) == sorted(expected)
     assert not other.removed
+
+
+def test_O16_an_engine_that_stores_a_block_once_more_is_told_again_that_it_is_there() -> None:
+    """It has forgotten that it was, and would copy it each time."""
+    town = Town()
+    engine, other = town.attach("first"), town.attach("second")
+    engine.put(chain := hashes(2))
+    other.put(chain)
+    engine.added.clear()
+    engine.put(chain)
+    expected = [make_key(block, 0) for block in chain]
+    assert (engine.added, other.added) == (expected, expected)
 
 
 def test_O18_replicas_store_whole_blocks_and_hit_each_others() -> None:

@@ -16,13 +16,14 @@ from kvstore import cli
 from kvstore.config import Config, parse
 from kvstore.core.index import State
 from kvstore.core.types import LeaseId
-from kvstore.store import admin
+from kvstore.store import admin, server
 from kvstore.wire import engine as p
 from tests.bench.steal import Watch
 from tests.harness.fakes import from_u32, geometry
 from tests.harness.live import LiveStore, client, engine, eventually, store_settings
 from tests.harness.nvme_blocks import MIB, disk_bytes
 from tests.harness.nvme_trouble import Gate
+from tests.harness.patience import WAIT_S
 from tests.harness.script import hashes
 from tiers.nvme import NvmeDisk
 from tiers.nvme.index import Durable, Record
@@ -257,3 +258,23 @@ def test_a_store_without_a_disk_says_so(config: Config, capsys: pytest.CaptureFi
     with LiveStore(msgspec.structs.replace(config, nvme=None)) as store:
         assert cli.main(["resize", "nvme", "1GiB", "--store", f"unix://{store.path}"]) == 2
         assert "expected [nvme] in the store's configuration, found none" in capsys.readouterr().err
+
+
+def test_O17_what_workers_have_copied_as_the_store_ends_is_kept(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they said was not looked at once they had been told of the end."""
+    monkeypatch.setattr(server, "_CLOSE_S", WAIT_S)
+    chain = hashes(3)
+    with LiveStore(config) as store:
+        live = engine(store)
+        while len(live.credits) < len(chain):
+            live.credits.extend(from_u32(live.scheduler.take(p.Answers).credits))
+        store.server.stop()
+        live.worker.take(p.Detach)
+        live.put(chain)
+        live.close()
+        store.stop()
+    with LiveStore(config) as store, engine(store) as live:
+        granted = live.ask(chain)
+        assert live.read(granted) == [live.content(block) for block in chain]

@@ -30,6 +30,9 @@ class Known(set[bytes]):
         self.asked += 1
         return super().__contains__(key)
 
+    def add(self, keys: Sequence[bytes]) -> None:  # type: ignore[override]
+        self.update(keys)
+
     def none_of(self, keys: Sequence[bytes]) -> bool:
         return self.isdisjoint(keys)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvstore.core.errors import ConfigError
 from kvstore.core.limits import TENANTS_MAX
 from kvstore.core.types import make_key, tag_of
 from kvstore.store import admin
-from kvstore.store.tenants import TenantShare
+from kvstore.store.tenants import Tenants, TenantShare
 from kvstore.store.top import words
 from kvstore.wire import engine as p
 from tests.harness.fakes import u32
@@ -161,6 +162,18 @@ def test_Q41_a_reload_changes_the_limits_of_all_tenants(tmp_path: Path) -> None:
         assert found == {"a": None, "b": 3 * MIB, "c": MIB}
 
 
+def test_Q42_floors_become_smaller_together_with_their_tier() -> None:
+    def use(tenants: Tenants, capacity: int, floor: int) -> None:
+        tables = [{"name": name, "cpu_floor": f"{floor}MiB"} for name in "abc"]
+        found = parse({"cpu": {"capacity": f"{capacity}MiB"}, "tenant": tables})
+        tenants.use({"cpu": capacity * MIB}, found.tenants)
+
+    tenants = Tenants(disk=False)
+    use(tenants, 1024, 300)
+    use(tenants, 512, 100)  # less than two of the floors before
+    assert {each.floor_bytes for each in tenants.every()} == {100 * MIB}
+
+
 @pytest.mark.parametrize(
     ("tenant", "text"),
     [
@@ -204,3 +217,38 @@ def test_S2_an_engine_that_names_a_tenant_wrongly_loses_its_session_only(
         put(good, "a", "mine", 1)
         eventually(lambda: here(good, "a", "mine", 1) == 1)
         assert [each.tenant for each in admin.quotas(store.path)] == ["a"]
+
+
+def test_Q42_floors_that_leave_no_room_are_refused(tmp_path: Path) -> None:
+    """When tenants keep all of a tier, nothing is stored there any more."""
+    keeps = re.escape("floors of tenants in cpu: expected up to 14.4 MiB in sum, 90 % of the ")
+    with pytest.raises(ConfigError, match=f"{keeps}capacity, found 15 MiB"):
+        settings(tmp_path, {"name": "a", "cpu_floor": "8MiB"}, {"name": "b", "cpu_floor": "7MiB"})
+    disk = {"name": "a", "nvme_floor": "120MiB"}
+    with pytest.raises(ConfigError, match=r"floors of tenants in nvme: expected up to 115\.2 MiB"):
+        settings(tmp_path, disk, disk=True)
+    half = {"name": "a", "cpu_floor": "8MiB"}
+    with LiveStore(settings(tmp_path, half)) as store:
+        tenants, live = store.server.store.tenants, store.server.store.settings
+        tenants.limit("b", "cpu", None, 6 * MIB)
+        with pytest.raises(ConfigError, match=f"{keeps}capacity, found 15 MiB"):
+            tenants.limit("b", "cpu", None, 7 * MIB)
+        with pytest.raises(ConfigError, match=f"{keeps}capacity, found 16 MiB"):
+            live.take_over(settings(tmp_path, {"name": "a", "cpu_floor": "10MiB"}))
+        found = {each.tenant: each.floor_bytes for each in tenants.every()}
+        assert found == {"a": 8 * MIB, "b": 6 * MIB}, "nothing has changed"
+        live.resize("cpu", 64 * MIB)
+        tenants.limit("b", "cpu", None, 40 * MIB)
+        with pytest.raises(ConfigError, match=r"expected up to 28\.8 MiB in sum"):
+            live.resize("cpu", 32 * MIB)
+
+
+def test_Q41_a_resize_leaves_limits_that_were_set_at_run_time(tmp_path: Path) -> None:
+    """They were those of the file again."""
+    with LiveStore(settings(tmp_path, {"name": "a", "cpu": "5MiB"})) as store:
+        tenants, live = store.server.store.tenants, store.server.store.settings
+        tenants.limit("a", "cpu", 3 * MIB, MIB)
+        live.resize("cpu", 32 * MIB)
+        assert [tuple(each) for each in tenants.every()] == [("a", "cpu", 0, 3 * MIB, MIB)]
+        live.take_over(live.running)
+        assert [tuple(each) for each in tenants.every()] == [("a", "cpu", 0, 5 * MIB, 0)]

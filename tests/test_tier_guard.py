@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,11 +16,23 @@ from kvstore.core.errors import ConfigError, TierError
 from kvstore.core.tier import Telling, Tier
 from kvstore.core.types import BlockKey, JobId, JobKind, LookupResult, Slot, TransferJob
 from kvstore.store import admin, tier_guard
+from kvstore.store import store as stores
 from kvstore.store.tier_guard import Plugin, _Lent, refuse_tier
 from kvstore.testing import SLOT_BYTES, ArrayMemory, key
+from kvstore.wire import engine as p
 from tests.harness import bad_tiers
 from tests.harness.fakes import hashes
-from tests.harness.live import LiveEngine, LiveStore, engine, eventually, store_settings
+from tests.harness.live import (
+    Client,
+    LiveEngine,
+    LiveStore,
+    engine,
+    eventually,
+    store_settings,
+)
+from tests.harness.patience import WAIT_S
+from tests.harness.peers import inside
+from tests.test_turns import forget_blocks
 
 VERBS = ("lookup", "touch", "submit", "poll", "discard", "clear", "drain", "close")
 HOWS = ("TierError", "SystemExit", "InvariantBroken", "CancelledError", "Panic")
@@ -172,6 +186,76 @@ def test_S2_a_tier_that_is_off_writes_into_no_slot_of_others(close: bool, watche
     bad_tiers.Slow.ended.wait()
     eventually(lambda: seen.jobs_open() == [0])
     seen.serves()
+
+
+@contextmanager
+def slow_to_close(watched: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    """A store that forgets a model, of which a tier of others does not close."""
+    monkeypatch.setattr(stores, "FORGET_NS", 0)
+    bad_tiers.Closes.closing.clear()
+    bad_tiers.Closes.go.clear()
+    seen = watched("Closes")
+    seen.live.put(hashes(1))
+    eventually(lambda: seen.stored() >= 1 and not any(seen.jobs_open()))
+    seen.live.close()
+    admin.stats(f"unix://{seen.store.path}")
+    core = seen.store.server.store
+    eventually(lambda: not core.sessions)
+    inside(seen.store, lambda: forget_blocks(core))
+    assert bad_tiers.Closes.closing.wait(WAIT_S)
+    try:
+        yield seen
+    finally:
+        bad_tiers.Closes.go.set()
+
+
+def test_S2_a_tier_that_is_slow_to_close_holds_up_no_other_model(
+    watched: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was closed by the loop: as long as that took, nothing was answered."""
+    with slow_to_close(watched, monkeypatch) as seen:
+        with engine(seen.store, "other", model="other") as live:
+            live.put(chain := hashes(2))
+            assert live.read(live.ask(chain))
+        worker = Client(seen.store.path)
+        hello = p.Hello(p.VERSION, "again", "worker", 0, 1, geometry=seen.live.geometry)
+        worker.send(hello)
+        refused = worker.take(p.Refused)
+        assert refused.retry
+        assert refused.reason == "tier bad still closes what it had of this model"
+        worker.close()
+        bad_tiers.Closes.go.set()
+        plugin = seen.store.server.store.plugins[0]
+        eventually(lambda: not any(end.thread.is_alive() for end in plugin._ends.values()))
+        eventually(lambda: "again" not in seen.store.server.store.sessions)
+        with engine(seen.store, "again") as live:
+            live.put(chain)
+        assert not seen.off
+
+
+def test_S2_a_tier_that_does_not_close_is_off_when_its_model_comes_again(
+    watched: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with slow_to_close(watched, monkeypatch) as seen:
+        monkeypatch.setattr(tier_guard, "CLOSE_LIMIT_S", 0.0)
+        with engine(seen.store, "again") as live:
+            live.put(hashes(1))
+        assert seen.off
+        (line,) = lines(caplog)
+        assert "close failed" in line.getMessage()
+
+
+def test_S2_a_store_that_ends_waits_until_a_tier_is_closed(
+    watched: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with slow_to_close(watched, monkeypatch) as seen:
+        ending = threading.Thread(target=seen.store.stop)
+        ending.start()
+        ending.join(0.3)
+        assert ending.is_alive()
+        bad_tiers.Closes.go.set()
+        ending.join(WAIT_S)
+        assert not ending.is_alive()
 
 
 # The barrier alone

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -23,11 +23,13 @@ from kvstore.handover.line import Line
 from kvstore.handover.peers import Peers
 from kvstore.logs import LINES_MAX, WINDOW_NS, RateLog
 from kvstore.store import store as stores
+from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
 from kvstore.store.server import Server
 from kvstore.store.store import Store
 from kvstore.visits import RESTING_MAX, RESTING_NS, Visits
 from kvstore.wire import engine as p
+from kvstore.wire.framing import Frames
 from tests.harness.fakes import HeapPool, Town, blocks, geometry, hashes
 from tests.harness.live import Client, LiveStore, engine, eventually, store_settings
 from tests.harness.patience import WAIT_S
@@ -121,6 +123,11 @@ def visited_in(calls: Counter[str]) -> tuple[int, ...]:
     return tuple(calls[f.__qualname__] for f in (Store._tick_namespace, DiskNamespace.step))
 
 
+def heard_in(calls: Counter[str]) -> tuple[int, ...]:
+    """How many frames, questions and ends of leases a turn had."""
+    return tuple(calls[f.__qualname__] for f in (Frames.feed, Lookups.ask, Lookups.lease_ended))
+
+
 def test_S4_a_turn_calls_no_more_for_a_hundred_namespaces_more(store: LiveStore) -> None:
     add_namespaces(store, range(FEW))
     few = of_lookups(store)
@@ -136,6 +143,23 @@ def test_S4_a_turn_calls_no_more_for_a_hundred_namespaces_more(store: LiveStore)
     least, most = min(alike, key=lambda pair: (pair[1] - pair[0]).total())
     more = most - least
     assert more.total() < MANY - FEW, more.most_common(5)
+
+
+def test_S4_a_turn_calls_no_more_for_engines_that_ask_nothing(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each took three calls of every turn; now only of one in 10 ms."""
+    monkeypatch.setattr(stores, "SELDOM_NS", 10**18)
+    alone = of_lookups(store)
+    with ExitStack() as stack:
+        for number in range(FEW):
+            stack.enter_context(engine(store, f"other{number}", page_bytes=PAGE))
+        among = of_lookups(store)
+    # A turn may have the end of the lease before in it, too.
+    alike = [(a, b) for a in alone for b in among if heard_in(a) == heard_in(b)]
+    assert alike
+    more = min((b - a for a, b in alike), key=Counter.total)
+    assert more.total() < FEW, more.most_common(5)
 
 
 def test_a_turn_asks_nothing_of_an_exporter_or_a_disk_that_has_nothing_to_say(
@@ -412,6 +436,40 @@ def test_S4_namespaces_without_blocks_and_engines_are_forgotten(
     eventually(lambda: not store.server.store.namespaces)
     assert store.server._pool.used_bytes == 0, "their memory is given back"
     eventually(lambda: shown(store) <= before)
+
+
+def forget_blocks(core: Store) -> None:
+    """Have nothing in memory."""
+    for namespace in core.namespaces.values():
+        namespace.manager.clear()
+        core.namespaces.wake(namespace)
+
+
+def test_S4_a_disk_forgets_namespaces_that_left_nothing_there(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each left 74 KB, for ever. What was counted of it stays counted."""
+    monkeypatch.setattr(stores, "FORGET_NS", 10_000_000, raising=False)
+    core, disk = store.server.store, cast(NvmeDisk, store.server._disk)
+    with engine(store, page_bytes=PAGE) as live:
+        live.put(hashes(3))
+        eventually(lambda: stored_on_disk(store) == 3)
+    for number in range(30):
+        hello(store, f"model{number}").close()
+    inside(store, lambda: forget_blocks(core))
+    eventually(lambda: not core.namespaces)
+    eventually(lambda: len(disk.spaces) == 1)
+    assert disk.spaces[0].index, "it has blocks"
+    with engine(store, page_bytes=PAGE) as live:
+        assert len(live.read(live.ask(hashes(3)))) == 3
+        disk.clear()
+        eventually(lambda: not disk.spaces[0].clearing)
+        inside(store, lambda: disk.spaces[0].retire(*disk.spaces[0].extents))
+    inside(store, lambda: forget_blocks(core))
+    eventually(lambda: not disk.spaces)
+    store.server.await_gauges()
+    assert core.numbers.value("kvstore_tier_blocks", "nvme", "cleared") == 3
+    assert stored_on_disk(store) >= 3
 
 
 def test_S4_a_namespace_with_blocks_or_an_engine_stays_and_what_is_on_disk_comes_back(

@@ -18,6 +18,7 @@ import numpy as np
 from kvstore import numa
 from kvstore.core.errors import TierFull
 from kvstore.memory_limits import MARGIN_BYTES, Left, memory_left
+from kvstore.open_files import MEMORY_PART, extents_max
 from kvstore.units import sized
 from tiers.runner import Runner
 
@@ -123,6 +124,7 @@ class CpuMemory:
             numa.check(node)
         self.capacity_bytes = capacity_bytes
         self.extent_bytes = extent_bytes
+        self.extents_max = extents_max(MEMORY_PART)
         self._node = node
         self._used = 0
         self._runner: Runner[tuple[str, int], tuple[str, CpuExtent | Exception]] = Runner(
@@ -134,9 +136,15 @@ class CpuMemory:
         """Bytes of all extents made or being made and not released."""
         return self._used
 
+    @property
+    def has_room(self) -> bool:
+        """Tell whether the cap has room for another extent, and so has the limit of open files."""
+        used = self.used_bytes + self.extent_bytes
+        return used <= min(self.capacity_bytes, self.extents_max * self.extent_bytes)
+
     def request(self, tag: str, slot_bytes: int) -> bool:
-        """Start making an extent; False if the cap has no room for it."""
-        if self._used + self.extent_bytes > self.capacity_bytes:
+        """Start making an extent; False if there is no room for it."""
+        if not self.has_room:
             return False
         self._used += self.extent_bytes
         self._runner.submit((tag, slot_bytes))

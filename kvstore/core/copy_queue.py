@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from kvstore.core.index import Entry
 from kvstore.core.late_writes import LateWrites
+from kvstore.core.leases import Lease
 from kvstore.core.manager import Manager
-from kvstore.core.tier import Bounded, Tier
-from kvstore.core.types import BlockKey, LookupResult
+from kvstore.core.tier import Bounded, Sharing, Tier
+from kvstore.core.types import BlockKey, Chain, LookupResult
 from kvstore.core.write_budget import Backlog, WriteBudget
 
 _WALK_MAX = 4096  # ancestors that are looked at in one go
@@ -140,3 +142,41 @@ class CopyQueue:
     def _count(self, event: str, count: int) -> None:
         if count:
             self._counts[self.tier.name, event] += count
+
+
+class RunQueue:
+    """Runs of blocks that a shared tier is given, each whole or not at all."""
+
+    def __init__(
+        self, tier: Tier, sharing: Sharing, manager: Manager, counts: Counter[tuple[str, str]]
+    ) -> None:
+        """sharing: the tier itself. counts: of blocks, by tier and event."""
+        self.tier, self.sharing = tier, sharing
+        self._manager, self._counts = manager, counts
+
+    def use(self, chain: Chain, lease: Lease, now_ns: int) -> None:
+        """Offer the tier the path that a lease has."""
+        rules = self._manager.rules
+        pairs = zip(rules, lease.groups, strict=True)
+        blocks = max((len(hit.indices) for r, hit in pairs if r.trailing is None), default=0)
+        skipped = self.sharing.use(rules, chain, blocks, now_ns)
+        self._counts[self.tier.name, "skipped"] += skipped
+
+    def search(self, chain: Chain, first: int, blocks: int, now_ns: int) -> None:
+        """Have the tier find out what it has of a path from its first missing block on."""
+        self.sharing.search(self._manager.rules, chain, first, blocks, now_ns)
+
+    def take(self, limit: int, kept_off: AbstractSet[BlockKey], now_ns: int) -> list[Entry]:
+        """Pin the blocks of the next run, up to a limit; none, if there is none now.
+
+        kept_off: blocks that are not copied.
+        """
+
+        def here(keys: Sequence[BlockKey]) -> bool:
+            wanted = len(keys) <= limit and kept_off.isdisjoint(keys)
+            if wanted and all(self._manager.ready(key) is not None for key in keys):
+                return True
+            self._counts[self.tier.name, "late"] += len(keys)
+            return False
+
+        return self._manager.pin_run(self.sharing.offered(now_ns, here))

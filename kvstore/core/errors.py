@@ -1,6 +1,6 @@
 """Every error this project raises on purpose, and the one that means a bug.
 
-KVStoreError: ConfigError, ProtocolError, NotSupported, PeerError, and
+KVStoreError: ConfigError, ProtocolError, NotSupported, NotYet, PeerError, and
 TierError: TierFull, TierIOError (may be retried), BlockCorrupt.
 InvariantBroken is a BaseException, so that no `except Exception` catches it.
 """
@@ -22,6 +22,10 @@ class ProtocolError(KVStoreError):
 
 class NotSupported(KVStoreError):
     """This engine, model or platform is not served; said once, at start-up."""
+
+
+class NotYet(KVStoreError):
+    """This engine is served, but not at this moment; it may ask again soon."""
 
 
 class PeerError(KVStoreError):

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from kvstore.core.types import BlockKey, Changes, JobResult, LookupResult, Slot, TransferJob
+from kvstore.core.types import (
+    BlockKey,
+    Chain,
+    Changes,
+    GroupRule,
+    JobResult,
+    LookupResult,
+    Slot,
+    TransferJob,
+)
 
 
 class SlotMemory(Protocol):
@@ -22,7 +31,8 @@ class Tier(Protocol):
 
     Called from one thread. No method blocks, except drain and close. Failures of a job come
     back in its JobResult; submit raises TierError only for a closed tier. A tier of others that
-    raises anything else is used no more; it is drained and closed then, on another thread.
+    raises anything else is used no more. A tier of others is closed on another thread, drained
+    before, and is not called meanwhile.
     """
 
     name: str  # metric label, unique in the process
@@ -71,6 +81,40 @@ class Telling(Protocol):
         """Return what can be read since the last call, and what cannot any more."""
 
 
+class TokenRow(NamedTuple):
+    """A block and its token ids, u32."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    tokens: bytes
+
+
+class TokenRows(NamedTuple):
+    """Some of them, each after its parent. mark: where the next ones begin, unless these are last.
+
+    Another mark than 0 is of no meaning but to the tier.
+    """
+
+    rows: Sequence[TokenRow]
+    mark: int
+    last: bool
+
+
+@runtime_checkable
+class Describing(Protocol):
+    """A tier that can keep token ids beside blocks, for KV events after a restart; NVMe can."""
+
+    @property
+    def blocks(self) -> int:
+        """Count the blocks that are known to be here."""
+
+    def describe(self, tokens_of: Callable[[BlockKey], bytes]) -> None:
+        """Keep from now on what tokens_of says of a block; b"" for one that is not known."""
+
+    def token_rows(self, mark: int) -> TokenRows | None:
+        """Return blocks that can be read, from a mark on; None: it is not known yet, ask again."""
+
+
 @runtime_checkable
 class Placing(Protocol):
     """A tier that reads at several places, each at a pace of its own: other stores."""
@@ -86,6 +130,38 @@ class Bounded(Protocol):
     @property
     def full(self) -> bool:
         """Tell whether it is now."""
+
+
+@runtime_checkable
+class Sharing(Protocol):
+    """A tier of several stores: asked about paths, and given runs of blocks that are used again.
+
+    The store copies nothing else to it. The object tier is one.
+    """
+
+    def search(
+        self, rules: Sequence[GroupRule], chain: Chain, first: int, blocks: int, now_ns: int
+    ) -> None:
+        """Find out what is here of the leading blocks of a path, of which block `first` is wanted.
+
+        lookup() of that block in the first group of full attention is RETRY meanwhile.
+        """
+
+    def use(self, rules: Sequence[GroupRule], chain: Chain, blocks: int, now_ns: int) -> int:
+        """A request uses the leading blocks of a path; return how many cannot be queued."""
+
+    def offered(
+        self, now_ns: int, here: Callable[[Sequence[BlockKey]], bool]
+    ) -> Sequence[BlockKey]:
+        """Return blocks to store here next, as one job; none, if there are none now.
+
+        here(keys): whether blocks can still be stored. Those of which that is False are passed
+        over, and cost nothing of what bounds the tier.
+        """
+
+    @property
+    def waiting(self) -> int:
+        """Count the blocks that offered() is going to return."""
 
 
 class TierContext(msgspec.Struct, frozen=True):

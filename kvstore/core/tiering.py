@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvstore.core.copy_queue import CopyQueue
+from kvstore.core.copy_queue import CopyQueue, RunQueue
 from kvstore.core.errors import BlockCorrupt, InvariantBroken, TierError
 from kvstore.core.index import Entry, Index, State
 from kvstore.core.leases import Lease
 from kvstore.core.load_paces import LoadPaces
 from kvstore.core.manager import Manager
-from kvstore.core.tier import Leading, Telling, Tier
+from kvstore.core.tier import Describing, Leading, Sharing, Telling, Tier
 from kvstore.core.types import (
     BlockKey,
     Chain,
@@ -123,7 +123,7 @@ class Tiering:
     ) -> None:
         """tiers: fastest first. backlog_ns: how long blocks may wait for a tier, by its name.
 
-        remote: tiers that are asked after the others, and never written to.
+        remote: tiers that are asked after the others, and written to only if they are Sharing.
         budgets: what may be written to a tier, by its name; other namespaces share them.
         promoted(seconds): blocks have arrived that were asked for so long ago.
         """
@@ -134,7 +134,13 @@ class Tiering:
         # Asked here once: it takes 5 us.
         self._ways = [(t, t if isinstance(t, Leading) else None) for t in self.sources]
         self._at_once = LEADING_MAX if all(many for _, many in self._ways) else 1
-        self._telling = [tier for tier in tiers if isinstance(tier, Telling)]
+        self.shared = [
+            RunQueue(tier, tier, manager, self.counts)
+            for tier in remote
+            if isinstance(tier, Sharing)
+        ]
+        self.telling = [tier for tier in tiers if isinstance(tier, Telling)]
+        self.describing = next((t for t in tiers if isinstance(t, Describing)), None)
         self._told = False
         self._manager = manager
         self._slot_bytes = slot_bytes
@@ -160,13 +166,13 @@ class Tiering:
     def tell(self) -> None:
         """Have the tiers that can note what enters and leaves them."""
         self._told = True
-        for tier in self._telling:
+        for tier in self.telling:
             tier.tell()
 
     def take_changes(self) -> Changes:
         """Return what entered and left these tiers since the last call; nothing before tell()."""
         told = Changes()
-        for tier in self._telling if self._told else ():
+        for tier in self.telling if self._told else ():
             changes = tier.take_changes()
             told.added += changes.added
             told.removed += changes.removed
@@ -175,7 +181,8 @@ class Tiering:
     @property
     def to_poll(self) -> bool:
         """Tell whether a job is under way whose end nobody announces: remote tiers do."""
-        return any(self._under_way.get(tier.name) for tier in self.tiers)
+        ours = (*self.tiers, *(shared.tier for shared in self.shared))
+        return any(self._under_way.get(tier.name) for tier in ours)
 
     @property
     def jobs_open(self) -> int:
@@ -270,6 +277,9 @@ class Tiering:
                     tier.touch(key)
                     if tier.lookup(key) is LookupResult.MISS and self._manager.ready(key):
                         self.queues[tier.name].add([key], self._now_ns, again=True)
+
+        for shared in self.shared:
+            shared.use(chain, lease, self._now_ns)
 
     def sources_of(self, keys: Iterable[BlockKey]) -> list[str | None]:
         """Name the tier that each block is coming from; None for those that are not coming."""
@@ -424,6 +434,13 @@ class Tiering:
             queue.backlog.measure(self._stored.pop(name, 0), now_ns, busy=busy)
             if len(queue):
                 self._pump(queue)
+        limit = max(1, self._manager.slots.total // _PINNED_PART)
+        for shared in self.shared:
+            while self._storing[shared.tier.name] < limit and (
+                pinned := shared.take(limit, self.off_disk, now_ns)
+            ):
+                keys, slots = [e.key for e in pinned], [e.slot for e in pinned]
+                self._submit(_Open(shared.tier, self._job(JobKind.STORE, keys, slots, []), pinned))
 
     def _finish(self, result: JobResult) -> None:
         work = self._open.pop(result.job_id, None)
@@ -487,7 +504,9 @@ class Tiering:
         """Use the tiers no more. Slots of jobs under way stay as they are: they may be written."""
         self.tiers = self.sources = ()
         self._ways.clear()
-        self._telling.clear()
+        self.telling.clear()
+        self.describing = None
+        self.shared.clear()
         self._under_way.clear()
         self._storing.clear()
         for queue in self.queues.values():
@@ -499,7 +518,8 @@ class Tiering:
         for queue in self.queues.values():
             queue.clear()
         for tier in self.sources:
-            tier.drain()
+            if self._under_way[tier.name]:
+                tier.drain()
         self.poll(self._now_ns)
         for tier in self.sources:
             tier.close()

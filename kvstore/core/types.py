@@ -65,13 +65,17 @@ class Chain:
 
     def keys(self, group: int, count: int) -> list[BlockKey]:
         """Name the first `count` blocks in one group."""
+        return self._named(group, count)[:count]
+
+    def _named(self, group: int, count: int) -> list[BlockKey]:
+        """Return the list of all that were named from the first on, at least `count`."""
         named = self._leading[group]
         if count > len(named):
             width, suffix = self.width, self.suffixes[group]
             more = self.packed[len(named) * width : count * width]
             hashes = struct.iter_unpack(f"{width}s", more)
             named += [BlockKey(name + suffix) for (name,) in hashes]
-        return named[:count]
+        return named
 
     def starts_with(self, group: int, keys: Sequence[BlockKey]) -> bool:
         """Return True if these are the names of its first blocks; faster than to make them."""
@@ -87,7 +91,8 @@ class Chain:
     def keys_at(self, group: int, indices: Iterable[int]) -> list[BlockKey]:
         """Name some blocks in one group."""
         if isinstance(indices, range) and indices.start <= len(self._leading[group]):
-            return self.keys(group, indices.stop)[indices.start :: indices.step]
+            named = self._named(group, indices.stop)
+            return named[indices.start : indices.stop : indices.step]
         packed, width, suffix = self.packed, self.width, self.suffixes[group]
         starts = [index * width for index in indices]
         return cast("list[BlockKey]", [packed[at : at + width] + suffix for at in starts])

@@ -61,6 +61,11 @@ class ClusterKey:
             raise ConfigError(f"cluster key {path}: mode {mode & 0o777:o}, expected 600")
         return cls(secret)
 
+    def derived(self, purpose: str) -> bytes:
+        """Return a key of 32 bytes for another purpose; it does not tell this one."""
+        person = f"kvstore-{purpose}".encode()
+        return hashlib.blake2b(self._secret, digest_size=32, person=person).digest()
+
     def tls(self, *, accepts: bool) -> ssl.SSLContext:
         """Return the settings of connections that are accepted, or made. Raises ConfigError."""
         try:
@@ -90,8 +95,9 @@ class ClusterKey:
         from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
         from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
 
-        seed = hashlib.blake2b(self._secret, digest_size=32, person=b"kvstore-tls").digest()
-        private: Ed25519PrivateKey = ed25519.Ed25519PrivateKey.from_private_bytes(seed)
+        private: Ed25519PrivateKey = ed25519.Ed25519PrivateKey.from_private_bytes(
+            self.derived("tls")
+        )
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
         made = x509.CertificateBuilder().subject_name(name).issuer_name(name).serial_number(1)
         made = made.public_key(private.public_key()).not_valid_before(_FROM).not_valid_after(_UNTIL)

@@ -84,10 +84,13 @@ class Consumer:
 
     # What is asked of peers
 
-    def want(self, peer: int, want: m.Want, now_ns: int, *, direct: bool = False) -> int:
+    def want(
+        self, peer: int, want: m.Want, now_ns: int, *, direct: bool = False, hinted: bool = False
+    ) -> int:
         """Ask a peer for blocks; return the fetch's number, which is the message's job, too.
 
-        direct: to be claimed with claim(), and not offered to others.
+        direct: to be claimed with claim(), and not offered to others. hinted: the peer may have
+        none of them, so lookups find them, and wait for them, once it has offered them.
         """
         self._now_ns = now_ns
         if not direct:
@@ -110,14 +113,11 @@ class Consumer:
             into=None if direct else self.arrivals,
             heard_ns=now_ns,
             extend_ns=now_ns + self._waits.extend_ns,
+            hinted=hinted,
         )
         self._fetches[number] = fetch
-        if not direct:
-            first = number * m.JOB_BLOCKS_MAX
-            named = dict(zip(keys, range(first, first + len(keys)), strict=True))
-            for key in self._located.keys() & named.keys():
-                del named[key]
-            self._located.update(named)
+        if not direct and not hinted:
+            fetch.locate()
         fetch.say(msgspec.structs.replace(want, job=number, lease_ms=LEASE_MS, direct=direct))
         return number
 

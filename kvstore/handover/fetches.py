@@ -67,6 +67,7 @@ class Fetch(Move):
     extend_ns: int
     arrived_ns: int = field(init=False)  # the last block
     waited_ns: int = field(init=False)  # when a load was last known to wait for it
+    hinted: bool = False  # lookups find its blocks once they are offered
     offered: bool = False
     computed_ns: int | None = None  # when its peer said that it still computes
     released: bool = False  # by the peer, or the connection is lost: nothing is left to say
@@ -113,6 +114,17 @@ class Fetch(Move):
             for part in self.states.within(run, bytes((WANTED,))):  # others were given up before
                 self.states.put(part, OFFERED)
         self.give_up(bytes((WANTED,)))
+        if self.hinted:
+            self.locate()
+
+    def locate(self) -> None:
+        """Have lookups find the blocks, but for those that they find already."""
+        for first, end in self.states.within(self.all, UNCLAIMED):
+            place = self.number * m.JOB_BLOCKS_MAX + first
+            named = dict(zip(self.keys[first:end], range(place, place + end - first), strict=True))
+            for key in self.located.keys() & named.keys():
+                del named[key]
+            self.located.update(named)
 
     def have(self, have: m.Have, regions: Regions, now_ns: int) -> None:
         """Go on with blocks that can be read, or, pushed, have been written."""

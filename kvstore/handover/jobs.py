@@ -17,7 +17,7 @@ from kvstore.core.manager import Manager
 from kvstore.core.tiering import Tiering
 from kvstore.core.types import BlockKey, Chain, LookupResult, Slot
 from kvstore.handover.engine_blocks import Engines, Resident
-from kvstore.handover.moves import MOVING, STAGING, SUMMED, SUMMING, TOLD, Move
+from kvstore.handover.moves import MOVING, STAGING, SUMMED, SUMMING, TOLD, WANTED, Move
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Places, Run, at, joined, numbers, runs_of
 from kvstore.handover.transfers import EngineWrite, SlotFill, SlotMove
@@ -25,7 +25,7 @@ from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, WORD, Message, u32
 
 UNKNOWN_NS = 300_000_000  # a router that sends a request to both engines at once, say
-LOOK_NS = 20_000_000  # meanwhile, its blocks are looked for again
+LOOK_NS = 20_000_000  # meanwhile, its first missing block is looked for again
 JOBS_MAX = 1024  # of one peer
 BLOCKS_MAX = 1 << 20  # wanted by one peer at one time
 FILL_BYTES = 8 << 20  # of one write into an engine: once abandoned, it is in quarantine as a whole
@@ -106,7 +106,7 @@ class Peer(msgspec.Struct, eq=False):
         keys: list[BlockKey] = []
         for group, indices in enumerate(wanted):
             keys += chain.keys_at(group, indices)
-        return Job(
+        job = Job(
             connection=self.number,
             number=want.job,
             keys=keys,
@@ -117,9 +117,10 @@ class Peer(msgspec.Struct, eq=False):
             leases=leases,
             wanted=wanted,
             deadline_ns=now_ns + m.lease_ns(want.lease_ms),
-            offer_ns=now_ns + UNKNOWN_NS,
             block_ns=want.block_ns,
         )
+        job.look = Look(job, now_ns + UNKNOWN_NS)
+        return job
 
 
 @dataclass(eq=False, kw_only=True)
@@ -127,18 +128,16 @@ class Job(Move):
     """What a peer wants: blocks of a chain, by group; over: its lease has ended.
 
     leases: of requests, one of which may be the job's. An awaited block has no room under the
-    peer's cap yet, or is still computed by that request. offer_ns: until when an offer may wait;
-    None: it was made. look_ns: until then, when the blocks are next looked for. direct: blocks may
-    be read in an engine's memory, and need no sums.
+    peer's cap yet, or is still computed by that request. look: for what to offer; None: that was
+    offered. direct: blocks may be read in an engine's memory, and need no sums.
     """
 
     peer: Peer
     leases: RequestLeases
     wanted: Sequence[Sequence[int]]
     deadline_ns: int
-    offer_ns: int | None
     block_ns: int | None = None  # see Want
-    look_ns: int = 0
+    look: Look | None = None
     awaited: deque[int] = field(default_factory=deque)  # positions, first blocks first
     untold: list[int] = field(default_factory=list)  # positions of which the peer is to be told
     unsummed: list[int] = field(default_factory=list)  # and those whose sums are to be taken
@@ -170,7 +169,7 @@ class Job(Move):
             position -= len(indices)
         raise InvariantBroken("a position beyond a job's blocks")
 
-    def in_order(self, positions: Sequence[int]) -> Sequence[int]:
+    def _in_order(self, positions: Sequence[int]) -> Sequence[int]:
         """Sort positions: the first blocks of the chain come first."""
         if sum(map(bool, self.wanted)) == 1:
             return positions
@@ -191,21 +190,19 @@ class Job(Move):
             return False
         return not self.states.have(BUSY)
 
-    def tiers(self) -> list[str | None]:
-        """Name the tier that has each block, or will have it."""
-        manager, tiering = self.source.manager, self.source.tiering
-        sources = tiering.sources_of(self.keys)
-        entries = manager.index.find(self.keys)
-        found: list[str | None] = [source or MEMORY for source in sources]
-        lacking = [position for position, entry in enumerate(entries) if entry is None]
-        keys, done = [self.keys[position] for position in lacking], 0
-        while done < len(keys):
-            result, tier, alike = tiering.leading(keys, done)
-            below = tier.name if tier is not None and result is LookupResult.HIT else None
-            for position in lacking[done : done + alike]:
-                found[position] = below or self._from_prefill(self.keys[position])
-            done += alike
-        return found
+    def offer(self, found: Sequence[str | None], now_ns: int) -> m.Offer:
+        """Offer what there is, and await it; found: the tier of each block."""
+        slow = self.too_slow(found, now_ns)
+        found = [None if tier in slow else tier for tier in found] if slow else found
+        tiers: dict[str, int] = {}
+        which = [tiers.setdefault(tier, len(tiers)) for tier in found if tier is not None]
+        there = range(len(found))
+        offered = there if None not in found else [p for p in there if found[p] is not None]
+        for run in runs_of(offered):
+            self.states.put(run, WANTED)
+        self.awaited.extend(self._in_order(offered))
+        self.left = len(offered)
+        return m.Offer(self.number, u32(offered), tuple(tiers), bytes(which), self.source.block_ns)
 
     def too_slow(self, tiers: Sequence[str | None], now_ns: int) -> set[str]:
         """Name the tiers that are read for longer than computing takes from their first block on.
@@ -236,9 +233,6 @@ class Job(Move):
             for tier, index in first.items()
             if loads.too_slow(tier, tiers.count(tier), (end - index) * block_ns, now_ns)
         }
-
-    def _from_prefill(self, key: BlockKey) -> str | None:
-        return PREFILL if self.leases.may_come(self.request, self.source.manager, key) else None
 
     def held(self, positions: Sequence[int]) -> None:
         """Have blocks' checksums taken, or none: a direct want does not check them."""
@@ -536,6 +530,62 @@ class Job(Move):
                 self.writes.pop(position, None)
                 again.append(position)
         return rest, again
+
+
+class Look:
+    """Finds what a job's blocks are in; one turn of the store's loop looks for a few of them.
+
+    Blocks of a request that is not known yet may come in a moment. Until then only the first one
+    that is missing is looked for, now and then.
+    """
+
+    def __init__(self, job: Job, until_ns: int) -> None:
+        """until_ns: an offer may wait until then for an unknown request."""
+        self._job = job
+        self._until_ns = until_ns
+        self._next_ns = 0  # when to look for a missing block again
+        self.missing = False  # the block that is next
+        self.unknown = False  # the request
+        self.tiers: list[str | None] = []  # that have the first blocks
+
+    @property
+    def done(self) -> bool:
+        """Tell whether all blocks were looked for."""
+        return len(self.tiers) == len(self._job.keys)
+
+    def go_on(self, most: int, now_ns: int) -> int:
+        """Look for up to `most` of the blocks that are left; return for how many."""
+        job, first = self._job, len(self.tiers)
+        self.unknown = bool(job.request) and not job.leases.knows(job.request, job.source.manager)
+        patient = self.unknown and now_ns < self._until_ns
+        if not most or (patient and now_ns < self._next_ns):
+            return 0
+        keys = job.keys[first : first + (1 if patient and self.missing else most)]
+        found = self._find(keys)
+        self.missing = patient and None in found
+        if self.missing:
+            self._next_ns = now_ns + LOOK_NS
+            del found[found.index(None) :]
+        self.tiers += found
+        return len(keys)
+
+    def _find(self, wanted: list[BlockKey]) -> list[str | None]:
+        """Name the tier that has each of these blocks, or will have it."""
+        job = self._job
+        manager, tiering = job.source.manager, job.source.tiering
+        sources = tiering.sources_of(wanted)
+        entries = manager.index.find(wanted)
+        found: list[str | None] = [source or MEMORY for source in sources]
+        lacking = [place for place, entry in enumerate(entries) if entry is None]
+        keys, done = [wanted[place] for place in lacking], 0
+        while done < len(keys):
+            result, tier, alike = tiering.leading(keys, done)
+            below = tier.name if tier is not None and result is LookupResult.HIT else None
+            for place in lacking[done : done + alike]:
+                coming = job.leases.may_come(job.request, manager, wanted[place])
+                found[place] = below or (PREFILL if coming else None)
+            done += alike
+        return found
 
 
 def check_ranks(layout: SlotLayout, ranks: Sequence[RankPages]) -> None:

@@ -145,11 +145,19 @@ class Peers:
         return True
 
     def fetch(
-        self, namespace: Source, address: str, want: m.Want, now_ns: int, *, direct: bool = False
+        self,
+        namespace: Source,
+        address: str,
+        want: m.Want,
+        now_ns: int,
+        *,
+        direct: bool = False,
+        hinted: bool = False,
     ) -> int | None:
         """Ask a peer for blocks; return the fetch's number in the namespace's consumer.
 
-        direct: for workers to read. None: it is ourselves, or too many others are being asked.
+        direct: for workers to read. hinted: as in Consumer.want(). None: it is ourselves, or too
+        many others are being asked.
         """
         digest = namespace.layout.digest
         if self.off or digest in self._off or address == self.channel.address:
@@ -159,7 +167,7 @@ class Peers:
             return None
         self._mover.exporter.wake()
         consumer = self._used[digest] = self.inlet(namespace)
-        fetch = consumer.want(number, want, now_ns, direct=direct)
+        fetch = consumer.want(number, want, now_ns, direct=direct, hinted=hinted)
         if self.exported.up is None:
             consumer.heard(number, now_ns, STALL_NS)
         return fetch
@@ -266,7 +274,8 @@ class Peers:
 
     def wait_s(self, now_ns: int) -> float:
         """Return when to call poll() at the latest; infinity: when the descriptor says so."""
-        if self.exported.settled or (not self.off and self.channel.waiting):
+        waiting = self.channel.waiting or self.producer.looking
+        if self.exported.settled or (waiting and not self.off):
             return 0.0
         if self.off:
             return math.inf

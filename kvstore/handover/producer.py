@@ -20,7 +20,7 @@ from kvstore.core.tiering import LEADING_MAX
 from kvstore.core.types import LookupResult
 from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.held_memory import HeldMemory
-from kvstore.handover.jobs import LOOK_NS, Job, OwnExporter, Peer, Source
+from kvstore.handover.jobs import Job, Look, OwnExporter, Peer, Source
 from kvstore.handover.moves import DONE, MOVING, SUMMED, SUMMING, TOLD, WANTED
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Run, at, joined, runs_of
@@ -30,6 +30,7 @@ from kvstore.wire.framing import Message, u32
 
 GRACE_NS = 5_000_000_000
 WANTED_MAX = 1 << 21  # blocks in open jobs of all peers: a few hundred bytes each
+LOOKS_MAX = 8192  # blocks that are looked for in a turn, for all peers: each takes a microsecond
 EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
 
 Send = Callable[[int, Message], None]
@@ -68,6 +69,8 @@ class Producer:
         self.held = HeldMemory(held_bytes_max)
         self._peers: dict[int, Peer] = {}
         self._early: dict[int, m.Hello] = {}  # peers that came before the exporter was there
+        self.looking = False  # for blocks, and more of them at the next turn
+        self._turned_away: set[int] = set()  # peers of an exporter before; they will hang up
         self.counts: Counter[str] = Counter()
         self.request_leases = RequestLeases(held_bytes_max, self.counts)
 
@@ -83,6 +86,8 @@ class Producer:
             return
         peer = self._peers.get(number)
         if peer is None or peer.closed:
+            if number in self._turned_away:  # said before it heard of that
+                return
             raise ProtocolError(f"{type(message).__name__} before Hello")
         if isinstance(message, m.Want):
             self._want(peer, message, now_ns)
@@ -117,6 +122,7 @@ class Producer:
     def on_closed(self, number: int) -> None:
         """A peer is gone: free what is held for it, once no transfer uses it."""
         self._early.pop(number, None)
+        self._turned_away.discard(number)
         peer = self._peers.get(number)
         if peer is not None:
             peer.closed = True
@@ -146,6 +152,7 @@ class Producer:
         for peer in list(self._peers.values()):
             if not peer.closed:
                 self._send(peer.number, m.Refused(reason, retry=True))
+                self._turned_away.add(peer.number)
                 peer.closed = True
             self._drop(peer)
 
@@ -203,35 +210,20 @@ class Producer:
             return
         peer.jobs[job.number] = job
         peer.blocks += len(job.keys)
-        self._offer(job, now_ns)
-        self._settle(job)
 
-    def _offer(self, job: Job, now_ns: int) -> None:
-        """Offer what there is; blocks of an unknown request may come in a moment."""
-        found = job.tiers()
-        unknown = bool(job.request) and not self.request_leases.knows(
-            job.request, job.source.manager
-        )
-        may_wait = job.offer_ns is not None and now_ns < job.offer_ns
-        if None in found and unknown and may_wait:
-            job.look_ns = now_ns + LOOK_NS
-            return
-        self.counts["unknown"] += unknown
-        job.offer_ns = None
-        slow = job.too_slow(found, now_ns)
-        found = [None if tier in slow else tier for tier in found] if slow else found
-        tiers: dict[str, int] = {}
-        which = [tiers.setdefault(tier, len(tiers)) for tier in found if tier is not None]
-        there = range(len(found))
-        offered = there if None not in found else [p for p in there if found[p] is not None]
-        for run in runs_of(offered):
-            job.states.put(run, WANTED)
-        job.awaited.extend(job.in_order(offered))
-        job.left = len(offered)
-        block_ns = job.source.block_ns
-        offer = m.Offer(job.number, u32(offered), tuple(tiers), bytes(which), block_ns)
-        self._send(job.peer.number, offer)
-        self._advance(job)
+    def _look(self, job: Job, look: Look, most: int, now_ns: int) -> int:
+        """Look for blocks of a job, and offer what there is after the last of them.
+
+        Returns how many were looked for.
+        """
+        count = look.go_on(most, now_ns)
+        if not look.done:
+            self.looking |= not look.missing
+            return count
+        job.look = None
+        self.counts["unknown"] += look.unknown
+        self._send(job.peer.number, job.offer(look.tiers, now_ns))
+        return count
 
     def _judge(self, job: Job, settle: m.Settle, now_ns: int) -> None:
         """Answer by the lease that held until now; then extend it, or end it."""
@@ -274,30 +266,33 @@ class Producer:
             hello = self._early.pop(number)
             with guard(number):
                 self._hello(number, hello)
-        for peer in [peer for peer in self._peers.values() if peer.jobs]:
+        self.looking, looks = False, LOOKS_MAX
+        peers = [peer for peer in self._peers.values() if peer.jobs]
+        for left, peer in zip(range(len(peers), 0, -1), peers, strict=True):
             with guard(peer.number):
-                self._tick_peer(peer, now_ns)
+                looks -= self._tick_peer(peer, max(1, looks // left), now_ns)
 
-    def _tick_peer(self, peer: Peer, now_ns: int) -> None:
+    def _tick_peer(self, peer: Peer, looks: int, now_ns: int) -> int:
+        """Move a peer's jobs along; looks: for so many blocks at most. Returns for how many."""
+        left = looks
         for job in list(peer.jobs.values()):
             if not job.over and not job.released and now_ns >= job.deadline_ns:
                 job.over = True
                 self.counts["expired"] += 1
                 self._send(peer.number, m.Settled(job.number, end=m.LEASE_OVER))
-            if job.offer_ns is not None and (
-                now_ns >= min(job.offer_ns, job.look_ns)
-                or self.request_leases.knows(job.request, job.source.manager)
-            ):
-                self._offer(job, now_ns)
+            if job.look is not None:
+                left -= self._look(job, job.look, left, now_ns)
             if job.over and now_ns >= job.deadline_ns + GRACE_NS:
                 self._release(job)
             self._advance(job)
             self._start_writes(job, now_ns)
             self._settle(job)
+        return looks - left
 
     def forget(self, number: int) -> None:
         """Have nothing more to do with a peer; what is held for it stays held."""
         self._early.pop(number, None)
+        self._turned_away.discard(number)
         self._peers.pop(number, None)
 
     def _job_of(self, part: Part) -> Job:
@@ -427,7 +422,7 @@ class Producer:
         if job.released:
             return
         job.released = True
-        job.offer_ns = None
+        job.look = None
         job.awaited.clear()
         job.untold.clear()
         for run in runs_of(job.unwritten):
@@ -443,7 +438,7 @@ class Producer:
     def _settle(self, job: Job, answer: m.Settled | None = None) -> None:
         """Send what is due, an answer first, and forget a job that has nothing left."""
         peer = job.peer
-        if job.left or job.offer_ns is not None:
+        if job.left or job.look is not None:
             if answer is not None:
                 self._send(peer.number, answer)
             if job.unsummed:

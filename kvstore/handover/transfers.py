@@ -39,7 +39,7 @@ LANDING_FIRST = 1 << 30  # number of the first landing extent; extents of slots 
 REGIONS_MAX = 1 << 16  # of all peers
 LANDINGS_MAX = 8  # namespaces that have landing slots at one time
 RETRY_NS = 1_000_000_000  # between two attempts to allocate landing slots
-MAP_AGAIN_NS = 10_000_000_000  # between two attempts to have the exporter map them
+MAP_AGAIN_NS = 10_000_000_000  # between two attempts to have the exporter map memory
 THREADS = 2
 BATCH_BYTES_MIN, BATCH_BYTES_MAX = 4 << 20, 32 << 20
 BATCHES = 4  # of a prompt: the first is checked while the next is read
@@ -272,6 +272,14 @@ class _Transfer(msgspec.Struct, eq=False):
     wanted: set[int] | None = None
 
 
+class _Export(msgspec.Struct):
+    """Slots that peers read; again_ns: when to have them mapped again, None: nothing is wrong."""
+
+    fd: int
+    bytes: int
+    again_ns: int | None = None
+
+
 class _Allocated(msgspec.Struct):
     landing: Landing
     memory: CpuExtent | TierFull
@@ -331,6 +339,7 @@ class Transfers:
         self.moved_bytes: Counter[str] = Counter()  # "pulled", "pushed", as NIXL counts them
         self._transfers: dict[int, _Transfer] = {}
         self._moving: dict[tuple[int, int], list[int]] = {}  # by peer and job: its transfers
+        self._exports: dict[int, _Export] = {}  # extents of slots
         self._unmappable: set[int] = set()  # extents that the exporter could not map
         self._unreachable: list[Event] = []  # of those that were to be unmapped
         self._addresses: dict[int, int] = {}  # mapped, and their metadata has not come yet
@@ -362,6 +371,11 @@ class Transfers:
         """Return what has happened since the last call."""
         self._now_ns = now_ns
         events, self._unreachable = self._unreachable, []
+        for extent in [*self._unmappable]:
+            export = self._exports.get(extent)
+            if export is not None and export.again_ns is not None and now_ns >= export.again_ns:
+                self._unmappable.discard(extent)
+                self.exporter.map(extent, export.fd, export.bytes, writable=False)
         for event in self.exporter.poll(now_ns):
             events += self._on(event)
         if self._to_read:
@@ -381,14 +395,13 @@ class Transfers:
                 return [event, *self._reachable(metadata)]
             case nixl.Mapped(extent, int(address)):
                 self._addresses[extent] = address
+                if extent in self._exports:
+                    self._exports[extent].again_ns = None
             case nixl.Mapped(extent, text=""):
                 return self._unmapped(extent)
             case nixl.Mapped(extent, text=text):
-                log.error("peers cannot reach extent %d: %s", extent, text)
                 self._unmappable.add(extent)
-                for landing in self._landings.values():
-                    if landing.memory is not None and landing.extent == extent:
-                        landing.retry_ns = self._now_ns + MAP_AGAIN_NS
+                self._not_mapped(extent, text)
             case nixl.Ended(number, moved, _, error):
                 return [self._ended(number, moved, error)]
             case supervisor.Down():
@@ -399,6 +412,17 @@ class Transfers:
             case _:
                 pass  # refused peers fail their transfers; extents are mapped again
         return ()
+
+    def _not_mapped(self, extent: int, text: str) -> None:
+        """Try again later: the limit of locked memory may be raised, or others may need less."""
+        again_ns, export = self._now_ns + MAP_AGAIN_NS, self._exports.get(extent)
+        if export is None or export.again_ns is None:
+            log.error("peers cannot reach extent %d: %s", extent, text)
+        if export is not None:
+            export.again_ns = again_ns
+        for landing in self._landings.values():
+            if landing.memory is not None and landing.extent == extent:
+                landing.retry_ns = again_ns
 
     def _unmapped(self, extent: int) -> Sequence[Event]:
         landing = self._leaving.pop(extent, None)
@@ -509,11 +533,13 @@ class Transfers:
         return over_tcp(host, self.devices)
 
     def export(self, extent: int, fd: int, size: int) -> None:
-        """Let peers read an extent."""
+        """Let peers read an extent; what cannot be mapped is tried again. fd: until unexport()."""
+        self._exports[extent] = _Export(fd, size)
         self.exporter.map(extent, fd, size, writable=False)
 
     def unexport(self, extent: int) -> None:
         """Send Unmapped once no transfer uses an extent."""
+        self._exports.pop(extent, None)
         if extent in self._unmappable:
             self._unmappable.discard(extent)
             self._unreachable += self._unmapped(extent)

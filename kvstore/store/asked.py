@@ -23,7 +23,7 @@ class Asked:
 
     def __init__(self) -> None:
         """Start with none."""
-        self._waiting: deque[tuple[Namespace, Chain, int]] = deque()  # up to which block
+        self._waiting: deque[tuple[Namespace, Lookup, int]] = deque()  # up to which block
         self._bytes = 0
 
     def note(self, namespace: Namespace, lookup: Lookup) -> None:
@@ -32,9 +32,7 @@ class Asked:
         if lookup.memory_only or not blocks or self._bytes + size > WAITING_BYTES_MAX:
             return
         namespace.hash_bytes = lookup.width
-        groups = len(namespace.layout.rules)
-        chain = Chain(lookup.hashes, lookup.width, groups, lookup.scope)
-        self._waiting.append((namespace, chain, blocks))
+        self._waiting.append((namespace, lookup, blocks))
         self._bytes += size
 
     @property
@@ -46,15 +44,17 @@ class Asked:
         """Feed some blocks, those at the end of a prompt first."""
         room = TURN_BLOCKS
         while self._waiting and room:
-            namespace, chain, end = self._waiting.popleft()
-            self._bytes -= len(chain.packed) + LOOKUP_BYTES
+            namespace, lookup, end = self._waiting.popleft()
+            self._bytes -= len(lookup.hashes) + LOOKUP_BYTES
             first = max(0, end - room)
-            keys = chain.keys(namespace.full_first[0], end)[first:]
+            groups = len(namespace.layout.rules)
+            chain = Chain(lookup.hashes, lookup.width, groups, lookup.scope)
+            keys = chain.keys_at(namespace.full_first[0], range(first, end))
             namespace.curve.use(list(_hashes(keys)))
             room -= end - first
             if first:
-                self._waiting.appendleft((namespace, chain, first))
-                self._bytes += len(chain.packed) + LOOKUP_BYTES
+                self._waiting.appendleft((namespace, lookup, first))
+                self._bytes += len(lookup.hashes) + LOOKUP_BYTES
 
 
 def note_stored(namespace: Namespace, keys: Iterable[BlockKey]) -> None:

@@ -77,7 +77,7 @@ class EdgeThread:
     def __init__(self) -> None:
         self._daemons = _Daemons()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ended: deque[Callable[[], None]] = deque()
+        self.ended: deque[Callable[[], None]] = deque()  # of what poll() tells
 
     def start(self, work: Coroutine[Any, Any, R], done: Callable[[Future[R]], None]) -> None:
         """Begin to run work; done() gets its result in a later poll()."""
@@ -85,12 +85,12 @@ class EdgeThread:
             self._loop = loop = asyncio.new_event_loop()
             threading.Thread(target=_run, args=(loop,), name="kvstore-edge", daemon=True).start()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        future.add_done_callback(lambda ended: self._ended.append(lambda: done(ended)))
+        future.add_done_callback(lambda ended: self.ended.append(lambda: done(ended)))
 
     def poll(self) -> None:
         """Tell of what has ended."""
-        while self._ended:
-            self._ended.popleft()()
+        while self.ended:
+            self.ended.popleft()()
 
     def close(self) -> None:
         """End the thread, whatever hangs."""

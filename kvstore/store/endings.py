@@ -26,6 +26,10 @@ class Endings:
         waiting = self._waiting.setdefault(session.number, [])
         waiting.append((session, end, time.monotonic() + WAIT_S))
 
+    def __bool__(self) -> bool:
+        """True if any is waited for."""
+        return bool(self._waiting)
+
     def waits_for(self, session: Session) -> bool:
         """Tell whether a process of a session may not have ended."""
         return session.number in self._waiting

@@ -179,8 +179,8 @@ class Memory:
 
     def can_grow(self, namespace: Namespace) -> bool:
         """Tell whether more memory is coming or to be had, so that nothing need be evicted yet."""
-        room = self.pool.used_bytes + self.pool.extent_bytes <= self.pool.capacity_bytes
-        return self._now_ns >= namespace.retry_ns and (room or namespace.coming)
+        room = self.pool.has_room or namespace.coming
+        return room and self._now_ns >= namespace.retry_ns
 
     def _grow(self, namespaces: dict[str, Namespace], namespace: Namespace) -> None:
         """Ask for another extent while free slots run low and somebody uses the namespace."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from kvstore import __version__
 from kvstore.core.errors import ProtocolError
 from kvstore.core.hit_curve import SAMPLES
 from kvstore.core.layout import SlotLayout
 from kvstore.core.leases import PINS
-from kvstore.metrics import DEFERRED_STEPS, LABEL_DIGITS, MEMORY, NVME, Numbers
+from kvstore.metrics import DEFERRED_STEPS, LABEL_DIGITS, MEMORY, NVME, OBJECT, Numbers
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import Namespaces
 from kvstore.store.session import Phase, Session
@@ -19,6 +20,10 @@ from kvstore.wire.engine import EVENTS, MISSES, VERSION, Step
 from tiers.cpu import CpuMemory
 from tiers.nvme import NvmeDisk
 
+if TYPE_CHECKING:
+    from tiers.object.bucket import Bucket
+
+BUCKET_STATES = ("ok", "read_only", "off")
 DISK_STATES = ("ok", "loading", "read_only", "off")
 SIZES = {"0.5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0}  # of a tier: times what it has
 COVERED = 8  # times what it has, to which the curve need be known
@@ -111,6 +116,8 @@ def queue_gauges(
             seconds = "kvstore_queue_seconds", tier
             found["kvstore_queued_blocks", tier] += count
             found[seconds] = max(found[seconds], (now_ns - since_ns) / 1e9)
+        for shared in namespace.tiering.shared:
+            found["kvstore_queued_blocks", shared.tier.name] += shared.sharing.waiting
     for tier, budget in namespaces.budgets.items():
         if budget.day_bytes is not None:
             found["kvstore_write_budget_bytes", tier, "day"] = budget.day_bytes
@@ -135,17 +142,24 @@ def disk_gauges(disk: NvmeDisk, numbers: Numbers) -> dict[tuple[str, ...], float
         found["kvstore_tiers", NVME, state] = float(disk.state == state)
     for what, seconds in disk.stalled_s.items():
         found["kvstore_tier_stalled_seconds", NVME, what] = seconds
+    for (digest, event), count in disk.attached.take_counts().items():
+        numbers.add("kvstore_tier_blocks", numbers.label_of(digest), NVME, event, by=count)
     for space in disk.spaces:
-        told = numbers.label_of(space.digest)
-        for event, count in space.counts.items():
-            numbers.add("kvstore_tier_blocks", told, NVME, event, by=count)
-        space.counts.clear()
         if not space.total:
             continue  # nothing of it is here, and there may have been many
         label = space.digest[:LABEL_DIGITS]
         found["kvstore_tier_slots", NVME, label, "free"] = space.free
         found["kvstore_tier_slots", NVME, label, "used"] = space.total - space.free
     return found
+
+
+def bucket_gauges(bucket: Bucket, numbers: Numbers) -> dict[tuple[str, ...], float]:
+    """Return the state of the bucket, and take over what it has counted."""
+    for event, count in bucket.counts.items():
+        numbers.add("kvstore_object_requests", event, by=count)
+    bucket.counts.clear()
+    states = {state: float(bucket.health.state == state) for state in BUCKET_STATES}
+    return {("kvstore_tiers", OBJECT, state): value for state, value in states.items()}
 
 
 def curve_gauges(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from kvstore.config import DISK_BYTES_MAX, DISK_BYTES_MIN, Address, Config
+from kvstore.config import DISK_BYTES_MAX, DISK_BYTES_MIN, Address, Config, TenantConfig
 from kvstore.core.errors import ConfigError
 from kvstore.metrics import MEMORY, NVME
 from kvstore.settings import Section
@@ -145,8 +145,16 @@ def _at_capacity(config: Config, capacity_bytes: int) -> Config:
 class LiveSettings:
     """The settings that a store runs with: its file's, until it is told others."""
 
-    def __init__(self, config: Config, extent_bytes: int, use: Callable[[Config], None]) -> None:
-        """extent_bytes: of memory. use(): have the store run with other settings."""
+    def __init__(
+        self,
+        config: Config,
+        extent_bytes: int,
+        use: Callable[[Config, Sequence[TenantConfig] | None], None],
+    ) -> None:
+        """extent_bytes: of memory. use(config, tenants): have the store run with other settings.
+
+        tenants: whose limits change; None: no reload.
+        """
         self.running = self._whole = config
         self._extent_bytes = extent_bytes
         self._use = use
@@ -158,7 +166,7 @@ class LiveSettings:
         self._refuse_small(found.cpu.capacity_bytes)
         every = list(_differences(self.running, found, self._live))
         whole = _taken_over(self.running, found, self._live)
-        self._run(whole)
+        self._run(whole, whole.tenants)
         self._whole = whole
         return every
 
@@ -183,7 +191,7 @@ class LiveSettings:
         else:
             nvme = msgspec.structs.replace(config.nvme, capacity_bytes=capacity_bytes)
             config = msgspec.structs.replace(config, nvme=nvme)
-        self._run(config)
+        self._run(config, None)
 
     def _refuse_small(self, capacity_bytes: int) -> None:
         if capacity_bytes < self._extent_bytes:
@@ -193,6 +201,6 @@ class LiveSettings:
                 f" found {found}"
             )
 
-    def _run(self, config: Config) -> None:
-        self._use(config)
+    def _run(self, config: Config, tenants: Sequence[TenantConfig] | None) -> None:
+        self._use(config, tenants)
         self.running = config

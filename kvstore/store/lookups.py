@@ -23,6 +23,8 @@ from kvstore.core.types import BlockKey, Chain, LeaseId, LookupResult, Slot
 from kvstore.handover.direct_fetches import Positions, reaching_on, with_reads
 from kvstore.handover.peers import Peers
 from kvstore.metrics import PEER, Numbers
+from kvstore.store.hints import BLOCKS_MAX as HINT_BLOCKS_MAX
+from kvstore.store.hints import Hints
 from kvstore.store.load_or_compute import measure, worth_loading
 from kvstore.store.misses import left_s_ago, missed
 from kvstore.store.namespace import Namespace
@@ -31,6 +33,7 @@ from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 
+_FOLLOWED_MAX = 1024  # of one lookup: a quarter of a millisecond
 _OWED_NS = 20_000_000  # a peer answers in less: before it does, a look seldom tells anything new
 
 
@@ -104,12 +107,14 @@ class Lookups:
         numbers: Numbers,
         can_grow: Callable[[Namespace], bool],
         peers: Peers | None = None,
+        hint_hosts: Sequence[str] = (),
     ) -> None:
         """engine: limits of each attached engine. can_grow: more memory is coming or to be had.
 
-        peers: other stores, where they may be asked.
+        peers: other stores, where they may be asked. hint_hosts: see Hints.
         """
         self._peers = peers
+        self._hints = Hints(hint_hosts, numbers)
         self.use(engine)
         self._numbers = numbers
         self._can_grow = can_grow
@@ -148,8 +153,10 @@ class Lookups:
         alone = memory_only or namespace.layout.unnamed
         if lookup.peer and self._peers is not None and not alone:
             self._ask_peer(self._peers, ask, lookup, direct=lookup.direct and session.direct)
-        if self._owed(ask):
-            ask.look_ns = now_ns + _OWED_NS
+        if not alone and (not lookup.peer or (lookup.hinted and ask.fetch is None)):
+            self._search(ask, now_ns)
+        if self._owed(ask, now_ns):
+            ask.look_ns = ask.hint_ns or now_ns + _OWED_NS
         else:
             found = self._settled(ask, now_ns)
             if found is not None or now_ns >= ask.deadline_ns:
@@ -165,19 +172,57 @@ class Lookups:
         session.asked_bytes += len(lookup.hashes)
         return None
 
+    def _search(self, ask: Ask, now_ns: int) -> None:
+        """Have shared tiers look for what no tier of ours has."""
+        shared = ask.namespace.tiering.shared
+        if not shared:
+            return
+        lacking = self._lacking(ask, ask.blocks, direct=False)[ask.namespace.full_first[0]]
+        for queue in shared if lacking else ():
+            queue.search(ask.chain, lacking[0], ask.blocks, now_ns)
+
     def _ask_peer(self, peers: Peers, ask: Ask, lookup: p.Lookup, *, direct: bool) -> None:
         """Ask a peer for what no tier of ours has, if there is anything to ask for.
 
-        Of more blocks than one job can have the leading ones are asked for.
+        What a hint names goes into the store's memory: others may have the same hint.
         """
-        push = lookup.push
+        if lookup.hinted and not self._hints.follows(lookup.peer, ask.asked_ns):
+            return
+        push, direct = lookup.push, direct and not lookup.hinted
         if push is None:
             # Over TCP a process that is read may crash when its reader dies, and only slots can be
             # kept out of use until a write has ended.
             push = peers.pushes(lookup.peer)
             direct = direct and not push
-        width, rules = lookup.width, ask.namespace.layout.rules
-        blocks = min(ask.blocks, m.MESSAGE_BYTES_MAX // 2 // width)
+        blocks, lacking = self._wanted(ask, lookup, direct=direct)
+        if lookup.hinted and not self._hints.begins(ask, lookup.peer, max(map(len, lacking))):
+            return
+        if not any(lacking):
+            return
+        indices = tuple(framing.u32(group) for group in lacking)
+        hashes = lookup.hashes[: blocks * lookup.width]
+        scope, request, block_ns = lookup.scope, lookup.request, lookup.block_ns
+        want = m.Want(0, hashes, lookup.width, indices, scope, request, push=push,
+                      block_ns=block_ns)  # fmt: skip
+        ask.fetch = peers.fetch(ask.namespace, lookup.peer, want, ask.asked_ns, direct=direct,
+                                hinted=lookup.hinted > 0)  # fmt: skip
+        if ask.fetch is None:
+            self._hints.ends(ask, "refused")
+        elif direct:
+            pairs = ((group, index) for group, found in enumerate(lacking) for index in found)
+            ask.direct = {pair: position for position, pair in enumerate(pairs)}
+
+    def _wanted(
+        self, ask: Ask, lookup: p.Lookup, *, direct: bool
+    ) -> tuple[int, list[Sequence[int]]]:
+        """Return of how many leading blocks a peer is to be asked, and for which, by group.
+
+        Of more blocks than one job can have the leading ones are asked for.
+        """
+        rules, blocks = ask.namespace.layout.rules, ask.blocks
+        blocks = min(blocks, m.MESSAGE_BYTES_MAX // 2 // lookup.width)
+        if lookup.hinted:
+            return self._hinted(ask, min(blocks, lookup.hinted))
         lacking = self._lacking(ask, blocks, direct=direct)
         if sum(map(len, lacking)) > m.JOB_BLOCKS_MAX:
             # So many fit into one job, whatever is lacking of them.
@@ -185,24 +230,35 @@ class Lookups:
             trailing = sum(rule.trailing + 1 for rule in rules if rule.trailing is not None)
             blocks = min(blocks, max(1, (m.JOB_BLOCKS_MAX - trailing) // max(1, full)))
             lacking = self._lacking(ask, blocks, direct=direct)
-        if not any(lacking):
-            return
-        indices = tuple(framing.u32(group) for group in lacking)
-        hashes = lookup.hashes[: blocks * width]
-        scope, request, block_ns = lookup.scope, lookup.request, lookup.block_ns
-        want = m.Want(0, hashes, width, indices, scope, request, push=push, block_ns=block_ns)
-        ask.fetch = peers.fetch(ask.namespace, lookup.peer, want, ask.asked_ns, direct=direct)
-        if direct and ask.fetch is not None:
-            pairs = ((group, index) for group, found in enumerate(lacking) for index in found)
-            ask.direct = {pair: position for position, pair in enumerate(pairs)}
+        return blocks, lacking
+
+    def _hinted(self, ask: Ask, blocks: int) -> tuple[int, list[Sequence[int]]]:
+        """As _wanted(), for a hint: a few blocks from the first that lacks, found bit by bit."""
+        rules, index = ask.namespace.layout.rules, ask.namespace.manager.index
+        full = [group for group, rule in enumerate(rules) if rule.trailing is None]
+        most = max(1, HINT_BLOCKS_MAX // len(rules))
+        first = min((index.prefix(ask.chain, group, blocks)[0] for group in full), default=0)
+        while True:
+            end = min(first + most, blocks)
+            lacking = self._lacking(ask, end, first=first)
+            if end == blocks or any(lacking[group] for group in full):
+                return end, lacking
+            first = end
 
     @staticmethod
-    def _lacking(ask: Ask, blocks: int, *, direct: bool) -> list[Sequence[int]]:
-        """List, for each group, which of the leading blocks a peer is to be asked for."""
+    def _lacking(
+        ask: Ask, blocks: int, *, direct: bool = False, first: int = 0
+    ) -> list[Sequence[int]]:
+        """List, for each group, which of the leading blocks a peer is to be asked for.
+
+        first: those before it are here, of groups that need all.
+        """
         namespace, chain, writing = ask.namespace, ask.chain, State.WRITING
         lacking: list[Sequence[int]] = []
         for group, rule in enumerate(namespace.layout.rules):
             indices = m.clip(rule, blocks)
+            if rule.trailing is None:
+                indices = indices[first:]
             entries = namespace.manager.index.find(chain.keys_at(group, indices))
             missing: Sequence[int] = indices
             if any(entries):
@@ -221,13 +277,20 @@ class Lookups:
             lacking.append(absent)
         return reaching_on(namespace.layout.rules, lacking, blocks) if direct else lacking
 
-    def _owed(self, ask: Ask) -> bool:
+    def _hint_ends(self, ask: Ask, outcome: str, now_ns: int) -> None:
+        """A hint, if the ask has one, has come to this; a bucket may have what its peer lacks."""
+        if ask.hint:
+            self._hints.ends(ask, outcome)
+            self._search(ask, now_ns)
+
+    def _owed(self, ask: Ask, now_ns: int) -> bool:
         """Tell whether the peer that was asked has still to answer; once it has, look at once."""
         if ask.fetch is None or self._peers is None or ask.offered is not None:
             return False
         ask.offered = self._peers.inlet(ask.namespace).offered(ask.fetch)
         if ask.offered is not None:
             ask.look_ns = 0
+            self._hint_ends(ask, "offered" if ask.offered else "nothing", now_ns)
         return ask.offered is None
 
     def _settled(self, ask: Ask, now_ns: int) -> _Hit | None:
@@ -281,19 +344,30 @@ class Lookups:
                 used.append(run._replace(first=first, end=end))
         return _Hit(answer.blocks, answer.pending, used)
 
-    def _fetch(self, ask: Ask, pinned: int, found: _Hit, now_ns: int) -> bool:
+    def _fetch(self, session: Session, ask: Ask, pinned: int, found: _Hit, now_ns: int) -> bool:
         """Start reading what lower tiers have of the answer; False if it cannot be leased now."""
         namespace, chain, blocks = ask.namespace, ask.chain, found.blocks
         if found.below:
             needs = sum(blocks - chain.first_of(rule, blocks) for rule in namespace.layout.rules)
             if ask.direct is None and self._too_many(namespace, pinned, needs):
                 return False
+            for run in found.below:
+                session.keys.follow(chain.keys_at(run.group, range(run.first, run.end)))
             promote, whole = namespace.tiering.promote, ask.direct is None
             if not promote(chain, blocks, found.below, now_ns, off_disk=ask.off_disk, whole=whole):
                 return False
         if found.slow is not None:
             measure(namespace, chain, found.slow, now_ns, off_disk=ask.off_disk)
         return True
+
+    @staticmethod
+    def _follow_missed(session: Session, ask: Ask, first: int) -> None:
+        """Have an engine hear of the blocks that it will compute: another one may be first."""
+        if len(ask.namespace.sessions) == 1:
+            return
+        missed = range(first, min(ask.chain.blocks, first + _FOLLOWED_MAX))
+        for group in range(len(ask.namespace.layout.rules)):
+            session.keys.follow(ask.chain.keys_at(group, missed))
 
     def hold(
         self, namespace: Namespace, chain: Chain, blocks: int, end_ns: int, now_ns: int
@@ -329,7 +403,11 @@ class Lookups:
         """Answer the lookups whose time has come."""
         answers: list[p.Granted] = []
         for ask in list(session.asks.values()):
-            owed = self._owed(ask)
+            owed = self._owed(ask, now_ns)
+            if ask.hint and now_ns >= ask.hint_ns:
+                self._let_go(ask)
+                self._hint_ends(ask, "late", now_ns)
+                owed, ask.fetch, ask.look_ns = False, None, 0
             if now_ns < min(ask.look_ns, ask.deadline_ns):
                 continue
             found = self._settled(ask, now_ns)  # which may move the deadline
@@ -348,14 +426,15 @@ class Lookups:
     ) -> p.Granted:
         namespace, chain = ask.namespace, ask.chain
         manager = namespace.manager
-        self._owed(ask)  # it may have answered since the last look
+        self._owed(ask, now_ns)  # it may have answered since the last look
         waited = found is None
         if found is None:
             found = self._look(ask, now_ns, wait=False)
         session.answered_ns.append(ask.asked_ns)
+        self._follow_missed(session, ask, found.blocks)
         pinned = manager.leases.blocks_of(session.number)
         deadline_ns = now_ns + self._engine.lease_ns
-        lease, capped = None, not self._fetch(ask, pinned, found, now_ns)
+        lease, capped = None, not self._fetch(session, ask, pinned, found, now_ns)
         if ask.direct is None:
             self._let_go(ask)
         if not capped:

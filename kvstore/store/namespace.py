@@ -19,7 +19,7 @@ from kvstore.core.layout import SlotLayout
 from kvstore.core.leases import PINS, Generations
 from kvstore.core.manager import Manager
 from kvstore.core.tiering import Tiering
-from kvstore.core.types import Slot
+from kvstore.core.types import BlockKey, Slot
 from kvstore.handover.engine_blocks import Engines
 from kvstore.metrics import WAYS, Numbers
 from kvstore.store.plugin_policy import find_policy, on_failure
@@ -27,6 +27,7 @@ from tiers.cpu import CpuExtent
 
 if TYPE_CHECKING:
     from kvstore.store.session import Session
+    from kvstore.store.token_ids import TokenIds
 
 GHOSTS_MIN, GHOSTS_MAX = 1 << 12, 1 << 22  # entries: 32 KiB to 32 MiB, taken as they are written
 
@@ -37,6 +38,17 @@ def _ghosts(entries: int) -> Ghosts:
     memory = mmap.mmap(-1, most * ENTRY_BYTES)
     memory.madvise(mmap.MADV_NOHUGEPAGE)  # to clear a huge one takes longer than a turn
     return Ghosts(memoryview(memory))
+
+
+def _is_full(layout: SlotLayout, key: BlockKey, width: int) -> bool:
+    rules, group = layout.rules, int.from_bytes(key[width : width + 2], "big")
+    return group < len(rules) and rules[group].trailing is None
+
+
+def _tokens_of(layout: SlotLayout, known: TokenIds, key: BlockKey) -> bytes:
+    width = known.width
+    # No engine may have said any yet, of any width.
+    return known.of(key[:width]) if width and _is_full(layout, key, width) else b""
 
 
 class Mapping(msgspec.Struct, eq=False):
@@ -66,15 +78,15 @@ class Namespace:
         make_tiering: Callable[[Namespace], Tiering],
         remembered_bytes: int = 0,
         policy: str = LRU,
+        tokens: TokenIds | None = None,
     ) -> None:
         """numbers: of the store, which go on when this one is forgotten.
 
         remembered_bytes: how many evicted blocks are remembered, and when. policy: which of those
-        in memory leaves next; ours, or a dotted name.
+        in memory leaves next; ours, or a dotted name. tokens: of blocks of all namespaces.
         """
         self.layout = layout
         self._numbers = numbers
-        self.label = numbers.open_namespace(layout.digest)
         self.generations = Generations()
         evicted = _ghosts(remembered_bytes // layout.slot_bytes)
         self.manager = Manager(
@@ -88,7 +100,12 @@ class Namespace:
         self.unstored = _ghosts(0)  # blocks that were offered, and not stored
         self.curve = HitCurve()
         self.hash_bytes = 0  # of a block's hash, once an engine has asked for one
-        self.tiering = make_tiering(self)
+        self._tokens = tokens
+        self.tiering = make_tiering(self)  # which may refuse
+        if tokens is not None and self.tiering.describing is not None:
+            # Records of a disk outlive the namespace, and are not to keep it.
+            self.tiering.describing.describe(partial(_tokens_of, layout, tokens))
+        self.label = numbers.open_namespace(layout.digest)
         self.around_tiers = Ended(lambda _: False)  # ends what they raise, in a store
         self.engines = Engines()
         self.extents: dict[int, Mapping] = {}
@@ -122,6 +139,20 @@ class Namespace:
         extents = array("I", [self._places[slot // per] for slot in slots])
         return extents, array("I", [slot % per for slot in slots])
 
+    @property
+    def blocks(self) -> int:
+        """Count the blocks in memory, and those on disk as far as they are known."""
+        disk = self.tiering.describing
+        return len(self.manager.index) + (0 if disk is None else disk.blocks)
+
+    def tokens_of(self, key: BlockKey) -> bytes:
+        """Return a block's token ids, u32; b"" if they are not known, or for no KV event."""
+        return b"" if self._tokens is None else _tokens_of(self.layout, self._tokens, key)
+
+    def is_full(self, key: BlockKey, width: int) -> bool:
+        """Tell whether a block, named by a hash so wide, is of a group with the full prefix."""
+        return _is_full(self.layout, key, width)
+
     def add_extent(self, extent: int, memory: CpuExtent, waiting: set[int], now_ns: int) -> Mapping:
         """Number the slots of new memory; they are used once everybody has mapped them."""
         self._per_extent = memory.count  # the same for all extents: slot size and extent size are
@@ -153,6 +184,8 @@ class Namespace:
         """Start using an extent's slots."""
         mapping.state = "live"
         self.manager.slots.add([Slot(slot) for slot in self.slots_of(mapping)])
+        for session in self.sessions.values():
+            session.stirred = True  # it may have more credits
 
     @property
     def has_live(self) -> bool:

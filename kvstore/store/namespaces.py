@@ -12,12 +12,13 @@ from kvstore.config import Config
 from kvstore.core.errors import ConfigError
 from kvstore.core.layout import SlotLayout
 from kvstore.core.segmented import GHOSTS
-from kvstore.core.tier import SlotMemory, Tier
+from kvstore.core.tier import Sharing, SlotMemory, Tier
 from kvstore.core.tiering import Tiering
 from kvstore.core.write_budget import WriteBudget
 from kvstore.handover.peers import Peers
 from kvstore.metrics import NVME, Numbers
 from kvstore.store.namespace import Namespace
+from kvstore.store.token_ids import TokenIds
 from kvstore.visits import Visits
 from kvstore.wire import framing
 
@@ -31,7 +32,7 @@ class StoreContext(NamedTuple):
     """What several parts of a store use.
 
     send(connection, message, descriptor): queue a message. peers: other stores, if it has any.
-    barrier: where bugs end.
+    barrier: where bugs end. tokens: of blocks, for KV events.
     """
 
     config: Config
@@ -39,6 +40,7 @@ class StoreContext(NamedTuple):
     send: Send
     peers: Peers | None
     barrier: Barrier
+    tokens: TokenIds
 
 
 class Namespaces(dict[str, Namespace]):
@@ -48,7 +50,7 @@ class Namespaces(dict[str, Namespace]):
         """extent_bytes: of memory; a slot has to fit in."""
         super().__init__()
         self._config, self._numbers, self._peers = context.config, context.numbers, context.peers
-        self._barrier = context.barrier
+        self._barrier, self._tokens = context.barrier, context.tokens
         self._extent_bytes = extent_bytes
         self._make_tiers = make_tiers
         config = context.config
@@ -92,7 +94,9 @@ class Namespaces(dict[str, Namespace]):
             cpu = self._config.cpu
             space = cpu.capacity_bytes + (0 if disk is None else disk.capacity_bytes)
             remembered = max(2 * space, GHOSTS * cpu.capacity_bytes)
-            made = Namespace(layout, self._numbers, self._tiering, remembered, cpu.policy)
+            tokens = self._tokens if self._tokens.bytes_max else None
+            how = self._tiering, remembered, cpu.policy, tokens
+            made = Namespace(layout, self._numbers, *how)
             self[layout.digest] = made
             made.around_tiers = self._around_tiers(made)
         return self[layout.digest]
@@ -101,8 +105,10 @@ class Namespaces(dict[str, Namespace]):
         """Make its tiers; none for blocks without a name: they could not be found again."""
         layout, tiers, remote = namespace.layout, list[Tier](), list[Tier]()
         if not layout.unnamed:
-            tiers += self._make_tiers(layout.digest, layout.slot_bytes, namespace)
+            made = self._make_tiers(layout.digest, layout.slot_bytes, namespace)
+            tiers += [tier for tier in made if not isinstance(tier, Sharing)]
             remote += [] if self._peers is None else [self._peers.inlet(namespace)]
+            remote += [tier for tier in made if isinstance(tier, Sharing)]
         return Tiering(
             namespace.manager,
             tiers,

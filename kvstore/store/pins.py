@@ -112,6 +112,7 @@ class Pins:
         self._pins: dict[Name, _Pin] = {}
         self._keys: Counter[BlockKey] = Counter()  # of blocks that are pinned, and how often
         self._bytes_max = 0
+        self.due_ns = NEVER_NS  # of the first that is looked at next
 
     def use(self, bytes_max: int) -> None:
         """Set another cap; the next turn unpins what is beyond it."""
@@ -121,7 +122,7 @@ class Pins:
     def look_again(self) -> None:
         """A limit has changed, or blocks have left: look at all pins at the next turn."""
         for pin in self._pins.values():
-            pin.look_ns = 0
+            pin.look_ns = self.due_ns = 0
 
     def hold(self, digest: str, prefix: Prefix, now_ns: int) -> None:
         """Pin a prefix, instead of what has its name; without hashes: let that go.
@@ -149,6 +150,7 @@ class Pins:
             self._pins[named] = _Pin(prefix, digest, now_ns, now_ns)
         else:  # what it has stays until there is a lease on what it is to have
             before.prefix, before.asked_ns, before.look_ns = prefix, now_ns, now_ns
+        self.due_ns = min(self.due_ns, now_ns)
 
     def warm(self, digest: str, prefix: Prefix, now_ns: int, lease_ns: int) -> int:
         """Bring what lower tiers have of a prefix into memory; count the blocks, these included.
@@ -185,6 +187,8 @@ class Pins:
             if left > 0 and pin.look_ns is not None and pin.look_ns <= now_ns:
                 left -= pin.asked
                 self._look(pin, now_ns)
+        due = (pin.look_ns for pin in self._pins.values() if pin.look_ns is not None)
+        self.due_ns = min(due, default=NEVER_NS)
 
     def _look(self, pin: _Pin, now_ns: int) -> None:
         """Pin what is present now, then unpin what was pinned before."""

@@ -21,11 +21,12 @@ from concurrent.futures import Future
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvstore.barrier import Barrier
-from kvstore.config import Config, ConfigFile, EngineConfig, PeerConfig
+from kvstore.config import Config, ConfigFile, EngineConfig, ObjectConfig, PeerConfig
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError, InvariantBroken, ProtocolError
 from kvstore.core.tier import SlotMemory, Tier, TierContext
@@ -36,14 +37,14 @@ from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.handover.transfers import Transfers
 from kvstore.listener import Listener
 from kvstore.logs import RateLog
-from kvstore.metrics import NVME
+from kvstore.metrics import NVME, OBJECT
 from kvstore.store import metrics_endpoint
 from kvstore.store.edge_thread import EdgeThread
 from kvstore.store.health import Health
 from kvstore.store.live_settings import Reloaded
 from kvstore.store.metrics_endpoint import StoreCollector
 from kvstore.store.status import Status
-from kvstore.store.store import Store
+from kvstore.store.store import SELDOM_NS, Store
 from kvstore.store.tier_guard import Plugin
 from kvstore.systemd import Systemd
 from kvstore.wire import engine as p
@@ -51,6 +52,10 @@ from kvstore.wire import framing
 from kvstore.wire.credentials import USERS_MAX, peer_process, process_end, trusted
 from tiers import nvme
 from tiers.cpu import CpuMemory
+from tiers.object import open_bucket, tier_of
+
+if TYPE_CHECKING:
+    from tiers.object.bucket import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +74,7 @@ _BACK_S = 7.0  # for a disk that fails meanwhile: it is tried again after 5 s
 _PROGRESS_S = 2.0
 _GAUGES_NS = 50_000_000  # between two looks at all gauges, however many scrapes there are
 _GAUGES_S = 0.5  # that a scrape waits for the loop; then it shows gauges of before
+_GOODBYE = framing.encode(p.Detach(""))
 
 
 class _Connection:
@@ -83,6 +89,7 @@ class _Connection:
         self.known = False  # it is part of a session
         self.refused = False  # it hears why, and is dropped
         self.parted = False  # nothing more is taken of it, or said: its own end is waited for
+        self.last = b""  # that it said then
         self.events = selectors.EVENT_READ
 
     def send(self, message: framing.Message, fd: int | None) -> None:
@@ -140,6 +147,7 @@ class Server:
         self._linger_s = linger_s
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
+        self._unsent: dict[int, _Connection] = {}  # that something is to be done for
         self._next = 1
         self._stopping = False
         self._gauges_ns = 0
@@ -152,16 +160,24 @@ class Server:
         cpu = config.cpu
         pool = CpuMemory(cpu.capacity_bytes, cpu.extent_bytes, cpu.numa)
         self._pool = pool
-        self._disk = None if config.nvme is None else nvme.NvmeDisk(config.nvme)
+        self._disk = (
+            None
+            if config.nvme is None
+            else nvme.NvmeDisk(config.nvme, tokens=config.engine.event_tokens_bytes > 0)
+        )
         first = secrets.randbits(40) << 16
         self._peers = self._make_peers(config.peer, config.engine)
         self._plugins = [Plugin(tier) for tier in config.tiers]
+        self._bucket = self._make_bucket(config.bucket)
         self.health = Health(self._tier_states, systemd, lambda: self.store.sessions.refuses)
+        self._seldom_ns = 0
         self._disk_ns = self._peers_ns = 0  # when they are polled again though nothing has come
         self.store = Store(
             config, pool, self._make_tiers, self._send, first, self._disk, self._peers
         )
-        self.store.plugins = self._plugins
+        self.store.plugins, self.store.bucket = self._plugins, self._bucket
+        if self._bucket is not None:
+            self.store.namespaces.budgets[OBJECT] = self._bucket.budget
         self.store.not_ready = self.health.not_ready
         self._edge = EdgeThread()
         self._hung_up = False  # SIGHUP came
@@ -191,11 +207,24 @@ class Server:
         log.info("side channel at %s", peers.channel.address)
         return peers
 
+    @staticmethod
+    def _make_bucket(config: ObjectConfig | None) -> Bucket | None:
+        """Make the bucket, where there is one. Raises ConfigError."""
+        if config is None:
+            return None
+        key = None if config.key is None else ClusterKey.read(Path(config.key))
+        return open_bucket(config, None if key is None else key.derived("objects"))
+
     def _make_tiers(self, digest: str, slot_bytes: int, memory: SlotMemory) -> Sequence[Tier]:
         tiers: list[Tier] = []
+        for plugin in self._plugins:
+            plugin.await_end(digest)
         if self._disk is not None:
             tiers.append(self._disk.tier(TierContext(NVME, digest, slot_bytes, memory, {})))
         tiers += [plugin.guarded(digest, slot_bytes, memory) for plugin in self._plugins]
+        if self._bucket is not None:
+            context = TierContext(OBJECT, digest, slot_bytes, memory, {})
+            tiers.append(tier_of(context, self._bucket))
         return tiers
 
     def _tier_states(self) -> dict[str, str]:
@@ -236,6 +265,8 @@ class Server:
                 self._peers.close()
             if self._disk is not None:
                 self._disk.close()
+            if self._bucket is not None:
+                self._bucket.close()
             self._pool.close()
             self._listener.close()  # last: whoever comes next finds all of it free
 
@@ -295,19 +326,13 @@ class Server:
         peers_s = _TICK_S if peers is None else peers.wait_s(time.monotonic_ns())
         ready = self._selector.select(min(timeout, disk_s, peers_s))
         began_ns = time.monotonic_ns()
-        for key, events in ready:
-            if peers is not None and key.data is peers:
-                self._peers_ns = 0
-                continue
-            connection: _Connection | None = key.data
-            if connection is None:
-                self._accept()
-            elif events & selectors.EVENT_READ:
-                self._read(connection)
+        self._receive(ready)
         self._flush()  # engines wait for answers
         now_ns = time.monotonic_ns()
-        self._accept_again(now_ns)
-        self._said.tick()
+        if now_ns >= self._seldom_ns:
+            self._seldom_ns = now_ns + SELDOM_NS
+            self._accept_again(now_ns)
+            self._said.tick()
         if disk is not None and (disk_s <= _BUSY_TICK_S or now_ns >= self._disk_ns):
             disk.poll()
             self._disk_ns = time.monotonic_ns() + _IDLE_NS
@@ -316,11 +341,7 @@ class Server:
             self._peers_ns = now_ns + _IDLE_NS
             peers.poll(now_ns)
         self.store.on_tick(now_ns)
-        if self._hung_up:
-            self._hung_up = False
-            self._reload(None)
-        with self._around_edge:
-            self._edge.poll()
+        self._reload_some()
         self._flush()
         if not ready:  # no message has come
             with self._around_curves:
@@ -333,6 +354,27 @@ class Server:
             self._gauges_fresh.set()
         took_s = (time.monotonic_ns() - began_ns) / 1e9
         self.store.numbers.observe("kvstore_turn_seconds", took_s)
+
+    def _receive(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
+        """Take in what has come: connections, messages, and what there is for hand-overs."""
+        for key, events in ready:
+            if key.data is self._peers and key.data is not None:
+                self._peers_ns = 0
+                continue
+            connection: _Connection | None = key.data
+            if connection is None:
+                self._accept()
+            elif events & selectors.EVENT_READ:
+                self._read(connection)
+
+    def _reload_some(self) -> None:
+        """Begin to read the settings again, or run with what was read."""
+        if self._hung_up:
+            self._hung_up = False
+            self._reload(None)
+        if self._edge.ended:
+            with self._around_edge:
+                self._edge.poll()
 
     def _accept_again(self, now_ns: int) -> None:
         """Listen again, some time after a connection could not be taken."""
@@ -380,6 +422,7 @@ class Server:
             self._drop(connection)
             return
         if connection.refused or connection.parted:
+            connection.last = (connection.last + data)[-len(_GOODBYE) :]
             return
         try:
             for message in connection.decoder.feed(data):
@@ -425,14 +468,15 @@ class Server:
         connection = self._connections.get(number)
         if connection is not None:
             connection.send(message, fd)
+            self._unsent[number] = connection
             if isinstance(message, p.Detach) and not self.store.sessions.may_write(number):
                 connection.refused = True  # an idle scheduler half reads nothing, but sees an end
 
     def _flush(self) -> None:
+        if not self._unsent:
+            return
         reads = selectors.EVENT_READ
-        for connection in [
-            c for c in self._connections.values() if c.outbox or c.refused or c.events != reads
-        ]:
+        for connection in list(self._unsent.values()):
             if connection.outbox:
                 try:
                     connection.flush()
@@ -452,6 +496,8 @@ class Server:
             if events != connection.events:
                 connection.events = events
                 self._selector.modify(connection.sock, events, connection)
+            if not connection.outbox:
+                self._unsent.pop(connection.number, None)
 
     def _part(self, connection: _Connection, reason: str, text: str) -> None:
         """Have nothing more to do with a connection.
@@ -463,13 +509,17 @@ class Server:
             self._drop(connection)
         elif not connection.parted:
             connection.part()
+            self._unsent[connection.number] = connection
             self.store.sessions.turn_away(connection.number, reason, text)
 
     def _drop(self, connection: _Connection) -> None:
         if self._connections.pop(connection.number, None) is None:
             return
+        self._unsent.pop(connection.number, None)
         self._selector.unregister(connection.sock)
         number = connection.number
+        if connection.last == _GOODBYE:  # its last copy is over
+            self.store.sessions.leave(number, "")
         end = process_end(connection.sock) if self.store.sessions.may_write(number) else None
         connection.sock.close()
         self.store.on_closed(number, time.monotonic_ns(), end)
@@ -489,6 +539,8 @@ class Server:
             self._flush()
         self._copy_down()
         self.store.namespaces.close()
+        for plugin in self._plugins:
+            plugin.close()
 
     def _leave_all_but_engines(self) -> None:
         """Watch the connections of engines alone: nothing else is answered any more."""

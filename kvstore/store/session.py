@@ -17,9 +17,20 @@ import msgspec
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankGeometry, RankLayout
-from kvstore.core.types import BlockKey, Chain, Changes, LeaseId, LookupResult, Slot
+from kvstore.core.types import (
+    BlockKey,
+    Chain,
+    Changes,
+    LeaseId,
+    LookupResult,
+    Slot,
+    StoreOutcome,
+)
 from kvstore.logs import Subject
+from kvstore.store.key_news import DISK, MEMORY, KeyNews
 from kvstore.store.namespace import Namespace
+from kvstore.store.snapshot import SnapshotPages
+from kvstore.store.token_ids import TokenIds
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.credentials import Process
@@ -49,6 +60,8 @@ class Ask(msgspec.Struct, eq=False):
     fetch: int | None = None  # what a peer was asked for it
     direct: dict[tuple[int, int], int] | None = None  # group, index -> position: workers read it
     offered: Mapping[int, str] | None = None  # of these positions: in which tier
+    hint: str = ""  # the peer that a hint names, until it has answered
+    hint_ns: int = 0  # until when it may
 
     @property
     def compute_ns(self) -> int | None:
@@ -87,14 +100,11 @@ class Reading(msgspec.Struct, eq=False):
 
 
 class News(msgspec.Struct):
-    """What gathered for a scheduler half since the last message to it: the fields of Answers."""
+    """What gathered for a scheduler half since the last message to it: fields of Answers."""
 
     granted: list[p.Granted] = []
     credits: list[Slot] = []
-    added: list[BlockKey] = []
-    removed: list[BlockKey] = []
-    disk_added: list[BlockKey] = []
-    disk_removed: list[BlockKey] = []
+    page: p.Page | None = None
 
 
 class Session(msgspec.Struct, eq=False):
@@ -123,6 +133,10 @@ class Session(msgspec.Struct, eq=False):
     asked_bytes: int = 0  # of the hashes of asks
     answered_ns: list[int] = []  # when what is answered with the next message was asked
     news: News = msgspec.field(default_factory=News)
+    keys: KeyNews = msgspec.field(default_factory=KeyNews)
+    snapshot: SnapshotPages | None = None
+    page_due: bool = False  # it waits for the next one
+    stirred: bool = True  # the next turn visits it
 
     @property
     def subject(self) -> Subject:
@@ -177,28 +191,62 @@ class Session(msgspec.Struct, eq=False):
         return len(self.readers) == self.world
 
     def heard(self, changes: Changes, on_disk: Changes) -> None:
-        """Note for the scheduler half what entered and left memory, and the disk."""
-        news = self.news
-        news.added += changes.added
-        news.removed += changes.removed
+        """Note for the scheduler half what entered and left memory, and the disk: net changes."""
+        self.stirred = True
+        self.keys.entered(changes.added, MEMORY)
+        self.keys.left(changes.removed, MEMORY)
         if self.events:
-            news.disk_added += on_disk.added
-            news.disk_removed += on_disk.removed
+            self.keys.entered(on_disk.added, DISK)
+            self.keys.left(on_disk.removed, DISK)
+
+    def of_events(self, namespace: Namespace, step: p.Step, tokens: TokenIds) -> None:
+        """Do what a step says for KV events: it heard some, knows token ids, or wants a page."""
+        self.keys.heard(step.heard)
+        if not tokens.bytes_max:
+            return
+        for told in step.tokens:
+            tokens.add(told)
+        if step.snapshot is not None:
+            if self.snapshot is None:
+                self.snapshot = SnapshotPages(namespace, self.keys, step.snapshot)
+            self.page_due = True
+
+    def turn_page(self) -> None:
+        """Answer the scheduler half's question for the next page, if it is there."""
+        if self.page_due and self.snapshot is not None:
+            self.news.page = page = self.snapshot.next()
+            self.page_due = page is None
+            if page is not None and page.last:
+                self.snapshot = None
 
     def take_news(self) -> p.Answers | None:
         """Return what has gathered for the scheduler half, as one message; None if nothing has."""
-        news = self.news
-        if not any(msgspec.structs.astuple(news)):
+        news, told = self.news, self.keys.take()
+        if told is None and not any(msgspec.structs.astuple(news)):
             return None
-        self.news = News()
+        self.news, lost, self.keys.lost = News(), self.keys.lost, 0
+        added, removed, disk_added, disk_removed = map(tuple, told or ((),) * 4)
         return p.Answers(
             granted=tuple(news.granted),
             credits=framing.u32(news.credits),
-            added=tuple(news.added),
-            removed=tuple(news.removed),
-            disk_added=tuple(news.disk_added),
-            disk_removed=tuple(news.disk_removed),
+            added=added,
+            removed=removed,
+            disk_added=disk_added,
+            disk_removed=disk_removed,
+            lost=lost,
+            page=news.page,
         )
+
+    def written(self, namespace: Namespace, slot: Slot, writing: Writing) -> StoreOutcome:
+        """All ranks have written a slot, or could not."""
+        key, manager = BlockKey(writing.key), namespace.manager
+        outcome = manager.complete_store(slot, ok=writing.ok)
+        namespace.engines.stored(self.number, slot, key, ok=writing.ok)
+        if outcome is StoreOutcome.FAILED or outcome is StoreOutcome.ORPHAN:
+            namespace.unstored.add((key,), manager.now_s)
+        elif outcome is StoreOutcome.DUPLICATE and manager.ready(key) is not None:
+            self.keys.there(key)
+        return outcome
 
     def rank_of(self, connection: int) -> int:
         """Return whose connection it is. Raises ProtocolError if it is no worker's."""

@@ -14,7 +14,7 @@ import os
 
 from kvstore.config import EngineConfig
 from kvstore.core import limits
-from kvstore.core.errors import KVStoreError, ProtocolError
+from kvstore.core.errors import KVStoreError, NotYet, ProtocolError
 from kvstore.core.layout import slot_layout
 from kvstore.logs import RateLog, Subject
 from kvstore.store.endings import Endings
@@ -48,6 +48,7 @@ class Sessions(dict[str, Session]):
         super().__init__()
         self._engine, self._numbers = context.config.engine, context.numbers
         self._send, self._peers, self._barrier = context.send, context.peers, context.barrier
+        self._keeps_tokens = context.tokens.bytes_max > 0
         self._next = first
         self._namespaces, self._memory, self._lookups = namespaces, memory, lookups
         self.refuses = ""  # engines that have no session yet, and why
@@ -135,7 +136,8 @@ class Sessions(dict[str, Session]):
         except KVStoreError as exc:
             self._said.warn("engines refused", "%s refused: %s", session.subject, exc)
             for connection in session.connections():
-                self._send(connection, p.Refused(str(exc), retry=False), None)
+                retry = isinstance(exc, NotYet)
+                self._send(connection, p.Refused(str(exc), retry=retry), None)
             self.end(session, "refused", str(exc))
             return
         session.namespace = namespace
@@ -177,7 +179,13 @@ class Sessions(dict[str, Session]):
         digest = namespace.layout.digest
         warning = session.warning = why_alone(namespace, self._namespaces.values())
         welcome = p.Welcome(
-            session.number, digest, side_channel=here, defer_ms=defer_ms, warning=warning
+            session.number,
+            digest,
+            side_channel=here,
+            defer_ms=defer_ms,
+            warning=warning,
+            tokens=self._keeps_tokens,
+            there=namespace.blocks,
         )
         if scheduler is not None:
             self._send(scheduler, welcome, None)
@@ -222,6 +230,7 @@ class Sessions(dict[str, Session]):
         joined, session.phase = session.phase is Phase.ACTIVE, Phase.ENDING
         with self._barrier.around(f"the end of engine {session.engine!r}"):
             self._lookups.end(session)
+            session.page_due, session.snapshot = False, None
             if session.namespace is not None:
                 session.namespace.engines.leave(session.number)
                 self._memory.excuse(session.namespace, session.workers.values())
@@ -284,10 +293,13 @@ class Sessions(dict[str, Session]):
         if namespace.layout.unnamed:
             namespace.manager.clear()  # nothing can ask for them any more
 
-    def tick(self, now_ns: int) -> None:
-        """Bury sessions whose processes have ended; say how many lines were left out of the log."""
-        for session in self.endings.take():
+    def bury_ended(self, now_ns: int) -> None:
+        """Bury sessions whose processes have ended."""
+        for session in self.endings.take() if self.endings else ():
             if not session.workers:
                 self._bury(session, now_ns)
+
+    def tick(self) -> None:
+        """Say how many lines were left out of the log."""
         self._said.tick()
         self._lives.tick()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvstore import __version__
-from kvstore.metrics import MEMORY, NAMESPACES_MAX, NVME, TABLE, Numbers
+from kvstore.metrics import MEMORY, NAMESPACES_MAX, NVME, OBJECT, TABLE, Numbers
 
 if TYPE_CHECKING:
     from kvstore.store.session import Session
@@ -344,6 +344,7 @@ _TODO = {  # by a part of the reason
     "loop has not": "look at the machine's load and plug-in tiers; a supervisor restarts the store",
     "is off": f"{_LOG}: a disk comes back by itself, a plug-in tier after a restart",
     "read_only": f"{_LOG} and at the drive: it is written again once that works",
+    OBJECT: f"{_LOG}, and at the bucket: it is tried again by itself",
     "loading": "wait: blocks on disk are found once the index has been read",
     "slow": "look at the drive, or the peer; requests that wait too long are computed",
 }
@@ -381,7 +382,9 @@ def _findings(
         for reason in reasons
     ]
     for tier in tiers:
-        if tier.state in ("read_only", "loading"):
+        if tier.name == OBJECT and tier.state != "ok":  # others have theirs: the store is ready
+            found.append((f"tier {tier.name} is {tier.state}", _TODO[OBJECT]))
+        elif tier.state in ("read_only", "loading"):
             found.append((f"tier {tier.name} is {tier.state}", _TODO[tier.state]))
         if tier.budget_bytes and (tier.budget_left_bytes or 0) <= 0:
             what = (

@@ -9,21 +9,24 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvstore.barrier import Barrier
-from kvstore.config import Config, ConfigFile
+from kvstore.config import Config, ConfigFile, TenantConfig
 from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.core.types import BlockKey, Changes, LeaseId, Slot, StoreOutcome
 from kvstore.handover.jobs import check_ranks
 from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.logs import RateLog, set_level
-from kvstore.metrics import MEMORY, NVME, PEER, Numbers
+from kvstore.metrics import MEMORY, NVME, OBJECT, PEER, Numbers
+from kvstore.store import key_news
 from kvstore.store.asked import Asked, note_stored
 from kvstore.store.drain import DRAIN_CANCEL, DRAIN_NOW, DRAINS, REFUSAL, Drain
 from kvstore.store.extents import Memory
 from kvstore.store.gauges import (
+    bucket_gauges,
     count_step,
     curve_gauges,
     disk_gauges,
@@ -42,10 +45,14 @@ from kvstore.store.sessions import Sessions
 from kvstore.store.status import EngineStatus, History, Status, engines_of, status_of
 from kvstore.store.tenants import Tenants
 from kvstore.store.tier_guard import Plugin
+from kvstore.store.token_ids import TokenIds
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tiers.cpu import CpuMemory
 from tiers.nvme import NvmeDisk
+
+if TYPE_CHECKING:
+    from tiers.object.bucket import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +62,7 @@ QUERIES = (
     *("pin", "unpin", "warm", "record"),
     *DRAINS,
 )
+SELDOM_NS = 10_000_000  # between two looks at what is not known to have changed
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
 
 OfPeers = p.Arrived | p.Target | p.BlocksWritten | p.Serves
@@ -85,6 +93,7 @@ class Store:
             MEMORY,
             *((NVME,) if config.nvme else ()),
             *(tier.name for tier in config.tiers),
+            *((OBJECT,) if config.bucket else ()),
             *((PEER,) if config.peer else ()),
         )
         self.numbers.start(self._tier_names)
@@ -92,16 +101,20 @@ class Store:
         self._engines: list[EngineStatus] = []  # as gauges: never changed, but replaced
         self.not_ready: Callable[[], Sequence[str]] = tuple  # says why not
         self._send = send
-        self._now_ns = 0
+        self._now_ns = self._seldom_ns = 0
         self._said = RateLog(log, lambda: self._now_ns)
         self._barrier = Barrier(self._said, self.met_a_bug)
         self._around_extents = self._barrier.around("the extents of namespaces")
         self._clearing: list[int] = []  # connections that wait for the end of a clear
-        context = StoreContext(config, self.numbers, send, peers, self._barrier)
+        self.tokens = TokenIds(config.engine.event_tokens_bytes)
+        context = StoreContext(config, self.numbers, send, peers, self._barrier, self.tokens)
         self.namespaces = Namespaces(context, pool.extent_bytes, make_tiers)
         readers = set() if peers is None else {EXPORTER}
         self._memory = Memory(pool, send, readers, self.namespaces.wake)
-        self._lookups = Lookups(config.engine, self.numbers, self._memory.can_grow, peers)
+        hint_hosts = () if config.peer is None else config.peer.hints
+        self._lookups = Lookups(
+            config.engine, self.numbers, self._memory.can_grow, peers, hint_hosts
+        )
         self.sessions = Sessions(
             context, first_session, self.namespaces, self._memory, self._lookups
         )
@@ -114,21 +127,25 @@ class Store:
         self.tenants = Tenants(disk=disk is not None)
         if disk is not None:
             disk.tenants = self.tenants.shares[NVME]
-        self.tenants.use(config.tenants)
+        self.tenants.use(_capacities(config), config.tenants)
         self.pins = Pins(self.namespaces, self._lookups, self.tenants, self._said)
         self.pins.use(config.engine.pinned_bytes)
         self._recorder = Recorder()
         self.asked = Asked()
         self._around_pins = self._barrier.around("pins")
         self.plugins: Sequence[Plugin] = ()  # whose tiers are in make_tiers
+        self.bucket: Bucket | None = None  # likewise
         self.settings = LiveSettings(config, pool.extent_bytes, self._use)
         self.source: ConfigFile | None = None  # where the settings are from
         self.reload: Callable[[int], None] = _no_file  # reads it, and answers this connection
 
-    def _use(self, config: Config) -> None:
-        """Run with other settings, of which those that are live have changed."""
-        self.tenants.use(config.tenants)  # first: it may refuse them
-        self._engine = config.engine
+    def _use(self, config: Config, tenants: Sequence[TenantConfig] | None) -> None:
+        """Run with other settings, of which those that are live have changed.
+
+        tenants: those of a file that was read again; None: the limits that they have stay.
+        """
+        self.tenants.use(_capacities(config), tenants)  # first: it may refuse them
+        self._engine, self._seldom_ns = config.engine, 0
         self._lookups.use(config.engine)
         self.sessions.use(config.engine)
         self.namespaces.use(config)
@@ -177,14 +194,17 @@ class Store:
             self.sessions.turn_away(connection, "internal", what)
 
     def _on_late(self, session: Session, connection: int, message: framing.Message) -> None:
-        """Act on a message in a session that ends: an engine may not have heard of that yet."""
+        """Act on a message in a session that ends: an engine may not have heard of that yet.
+
+        What its workers have copied until then is stored.
+        """
         if isinstance(message, p.Hello | p.Query):
             raise ProtocolError(f"{type(message).__name__} in a session that ends")
-        if isinstance(message, p.BlocksWritten):
+        if isinstance(message, p.BlocksWritten | p.Stored):
             self._dispatch(session, connection, message)
 
     def _dispatch(self, session: Session, connection: int, message: framing.Message) -> None:
-        namespace = session.namespace
+        namespace, session.stirred = session.namespace, True
         if namespace is None:
             raise ProtocolError(f"{type(message).__name__} before Welcome")
         if isinstance(message, p.Step):
@@ -220,7 +240,7 @@ class Store:
     def on_tick(self, now_ns: int) -> None:
         """After every batch of messages, and at least a few times a second."""
         self._now_ns = now_ns
-        self._history.tick(now_ns)
+        seldom = now_ns >= self._seldom_ns
         visited = self.namespaces.visited(now_ns)
         with self._around_extents:
             for connection in self._memory.tick(self.namespaces, visited, now_ns):
@@ -229,18 +249,25 @@ class Store:
                     why = "its memory is needed, or was not mapped in time"
                     self.sessions.end(session, "memory", why)
         self._barrier.each(visited, self._tick_namespace, self._give_up, _named)
-        sessions = [s for s in self.sessions.values() if s.phase is not Phase.ENDING]
+        some = [s for s in self.sessions.values() if s.stirred or seldom]
+        sessions = [session for session in some if session.phase is not Phase.ENDING]
         self._barrier.each(sessions, self._tick_session, self._end_of_bug, _turns_of)
-        with self._around_pins:
-            self.pins.tick(now_ns)
-        with self._around_drain:
-            self.drain.tick()
+        if self.pins.due_ns <= now_ns:
+            with self._around_pins:
+                self.pins.tick(now_ns)
+        if self.drain.active:
+            with self._around_drain:
+                self.drain.tick()
         if self._clearing and not any(n.manager.clearing for n in self.namespaces.awake):
             waiting, self._clearing = self._clearing, []
             for connection in waiting:
                 self._report(connection)
-        self._said.tick()
-        self.sessions.tick(now_ns)
+        self.sessions.bury_ended(now_ns)
+        if seldom:
+            self._seldom_ns = now_ns + SELDOM_NS
+            self._history.tick(now_ns)
+            self._said.tick()
+            self.sessions.tick()
 
     def met_a_bug(self) -> None:
         """Count a bug that cost something."""
@@ -256,16 +283,20 @@ class Store:
         self.sessions.end(session, "internal", BUG)
 
     def _tick_session(self, session: Session) -> None:
+        session.stirred = session.phase is Phase.JOINING
         if session.phase is Phase.JOINING:
             self.sessions.activate(session)
         if session.phase is Phase.ACTIVE:
             if session.asks:
                 session.news.granted += self._lookups.retry(session, self._now_ns)
+                session.stirred = True
             if session.namespace is not None:
                 self._grant_credits(session, session.namespace)
         for asked_ns in session.answered_ns:
             self.numbers.observe("kvstore_lookup_seconds", (self._now_ns - asked_ns) / 1e9)
         session.answered_ns.clear()
+        session.turn_page()
+        session.stirred |= session.page_due
         answers = session.take_news()
         if answers is not None and session.scheduler is not None:
             self._send(session.scheduler, answers, None)
@@ -276,7 +307,7 @@ class Store:
         if self._memory.emptying or self.drain.looking:
             return True
         for session in self.sessions.values():
-            if session.asks:  # for a deadline, say
+            if session.asks or session.page_due:  # for a deadline, say
                 return True
         for namespace in self.namespaces.awake:
             if namespace.tiering.to_poll or namespace.growing or namespace.manager.clearing:
@@ -293,9 +324,10 @@ class Store:
             for session in namespace.sessions.values():
                 self._lookups.lease_ended(session, namespace, lease_id)
         on_disk = Changes()
-        with namespace.around_tiers:
-            namespace.tiering.poll(self._now_ns)
-            on_disk = namespace.tiering.take_changes()
+        if namespace.tiering.sources:
+            with namespace.around_tiers:
+                namespace.tiering.poll(self._now_ns)
+                on_disk = namespace.tiering.take_changes()
         manager.clear_some()
         shares = self.tenants.shares[MEMORY]
         if shares:
@@ -303,18 +335,11 @@ class Store:
             namespace.over_quota = manager.tend_tenants(shares, slot_bytes)
         changes = manager.take_changes()
         if any((changes.added, changes.removed, on_disk.added, on_disk.removed)):
-            for session in namespace.sessions.values():
-                if session.phase is Phase.ACTIVE:
-                    session.heard(changes, on_disk)
-        if changes.removed:
-            self.pins.removed(changes.removed)
-        if changes.added:
-            note_stored(namespace, changes.added)
-        with namespace.around_tiers:
-            namespace.tiering.changed(changes)
-        if namespace.unused and self._now_ns - namespace.used_ns >= FORGET_NS:
-            self._forget(namespace)
-        self.namespaces.settle(namespace)
+            _tell(namespace, self.pins, changes, on_disk)
+        if not namespace.sessions:  # with one it is awake, and used
+            if namespace.unused and self._now_ns - namespace.used_ns >= FORGET_NS:
+                self._forget(namespace)
+            self.namespaces.settle(namespace)
 
     def _forget(self, namespace: Namespace) -> None:
         """Give an unused namespace's memory back, and forget it once that has happened."""
@@ -340,12 +365,14 @@ class Store:
             slots = manager.prepare_store(min(short, len(manager.slots.free)) if growing else short)
             session.granted.update(slots)
             session.news.credits.extend(slots)
+            session.stirred |= len(slots) < short
 
     # Lookups
 
     def _step(self, session: Session, namespace: Namespace, step: p.Step) -> None:
         if session.phase is Phase.JOINING:
             raise ProtocolError("Step before Welcome")
+        session.of_events(namespace, step, self.tokens)
         for lease_id in step.release:
             self._lookups.end_lease(session, namespace, LeaseId(lease_id))
         if step.lookup_tokens or step.hit_tokens or step.missed_tokens or step.counts:
@@ -384,6 +411,7 @@ class Store:
         manager = namespace.manager
         size = namespace.layout.slot_bytes // session.world
         numbers, label, outcomes = self.numbers, namespace.label, Counter[str]()
+        session.keys.follow(map(BlockKey, message.keys))
         numbers.add("kvstore_copied_bytes", label, "store", by=len(slots) * size)
         numbers.add("kvstore_copy_seconds", label, "store", by=message.seconds)
         for number, key, parent in zip(slots, message.keys, message.parents, strict=True):
@@ -401,11 +429,8 @@ class Store:
             if len(writing.ranks) == session.world:
                 del session.writing[slot]
                 session.granted.discard(slot)
-                outcome = manager.complete_store(slot, ok=writing.ok)
-                namespace.engines.stored(session.number, slot, BlockKey(key), ok=writing.ok)
+                outcome = session.written(namespace, slot, writing)
                 outcomes[outcome.value] += 1
-                if outcome is StoreOutcome.FAILED or outcome is StoreOutcome.ORPHAN:
-                    namespace.unstored.add((BlockKey(key),), manager.now_s)
                 if message.off_disk and outcome is StoreOutcome.STORED:
                     namespace.tiering.off_disk.add(BlockKey(key))
         for name, count in outcomes.items():
@@ -445,8 +470,11 @@ class Store:
             if connection in self._clearing:
                 raise ProtocolError("a clear before the last one is answered")
             self.namespaces.clear_blocks()
+            self.tokens.clear()
             if self._disk is not None:  # it has more than what was attached since the start
                 self._disk.clear()
+            if self.bucket is not None:
+                self.bucket.cleared = True  # for namespaces that come later
             self._clearing.append(connection)  # it hears when all slots are free
             return
         if query.what == "reload":
@@ -540,6 +568,8 @@ class Store:
             found |= queue_gauges(self.sessions.values(), self.namespaces, lower, self._now_ns)
             if self._disk is not None:
                 found |= disk_gauges(self._disk, self.numbers)
+            if self.bucket is not None:
+                found |= bucket_gauges(self.bucket, self.numbers)
             found |= plugin_gauges(self.plugins)
             found |= curve_gauges(self.namespaces, self._pool, self._disk)
             found |= self.tenants.gauges()
@@ -560,6 +590,26 @@ class Store:
         """Tell every engine that the store is shutting down."""
         for session in self.sessions.values():
             self.sessions.end(session, "shutdown", "the store is shutting down", calm=True)
+
+
+def _tell(namespace: Namespace, pins: Pins, changes: Changes, on_disk: Changes) -> None:
+    """Blocks have entered and left memory and the disk: tell whom it concerns."""
+    net = key_news.net_of(changes), key_news.net_of(on_disk)
+    for session in namespace.sessions.values():
+        if session.phase is Phase.ACTIVE:
+            session.heard(*net)
+    if changes.removed:
+        pins.removed(changes.removed)
+    if changes.added:
+        note_stored(namespace, changes.added)
+    with namespace.around_tiers:
+        namespace.tiering.changed(changes)
+
+
+def _capacities(config: Config) -> dict[str, int]:
+    """Return the capacities of tiers, by name."""
+    disk = {} if config.nvme is None else {NVME: config.nvme.capacity_bytes}
+    return {MEMORY: config.cpu.capacity_bytes, **disk}
 
 
 def _no_file(_connection: int) -> None:

@@ -6,10 +6,10 @@ look at its share themselves (core/tenants.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from kvstore.config import TenantConfig
+from kvstore.config import TenantConfig, refuse_floors
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.core.tenants import Share
@@ -35,6 +35,7 @@ class Tenants:
         """disk: there is a disk tier."""
         self.names: dict[str, bytes] = {}  # to their tags
         self._configured: Sequence[str] = ()
+        self._capacities: Mapping[str, int] = {}  # by tier
         self.shares: dict[str, dict[bytes, Share]] = {MEMORY: {}}
         if disk:
             self.shares[NVME] = {}
@@ -57,26 +58,50 @@ class Tenants:
                 shares[self.names[name]] = Share()
         return len(self.names) > before
 
-    def use(self, tenants: Sequence[TenantConfig]) -> None:
-        """Give the tenants of the configuration their limits; others of before have none.
+    def use(
+        self, capacities: Mapping[str, int], tenants: Sequence[TenantConfig] | None = None
+    ) -> None:
+        """Have tiers of these capacities, by name, and tenants as a configuration has them.
 
-        Raises ConfigError, and changes nothing, when too many others have been named.
+        Those of the last one that are not in it have no limits any more. tenants: None: the limits
+        of all stay. Raises ConfigError, and changes nothing, when too many others have been named,
+        or what tenants keep is too much.
         """
-        count = len(self.names.keys() | {tenant.name for tenant in tenants})
+        self._refuse(capacities, () if tenants is None else tenants, reset=tenants is not None)
+        self._capacities = capacities
+        if tenants is None:
+            return
+        before = self._configured
+        self._configured = [tenant.name for tenant in tenants]
+        self.join(self._configured)
+        for name in {*before, *self._configured}:  # all at once: old floors need not fit any more
+            for shares in self.shares.values():
+                share = shares[self.names[name]]
+                share.quota_bytes, share.floor_bytes = None, 0
+        for tenant in tenants:
+            self.limit(tenant.name, MEMORY, tenant.cpu_bytes, tenant.cpu_floor_bytes)
+            if NVME in self.shares:
+                self.limit(tenant.name, NVME, tenant.nvme_bytes, tenant.nvme_floor_bytes)
+
+    def _refuse(
+        self, capacities: Mapping[str, int], new: Sequence[TenantConfig], *, reset: bool
+    ) -> None:
+        """Raise ConfigError for too many tenants, or too much that they keep.
+
+        reset: the limits of the last configuration end.
+        """
+        named = {tenant.name for tenant in new}
+        count = len(self.names.keys() | named)
         if count > limits.TENANTS_MAX:
             raise ConfigError(
                 f"[[tenant]]: {count} with those named since the store's start, expected up to"
                 f" {limits.TENANTS_MAX}; start it again to have it forget these"
             )
-        for name in self._configured:
-            for tier in self.shares:
-                self.limit(name, tier, None, 0)
-        self._configured = [tenant.name for tenant in tenants]
-        self.join(self._configured)
-        for tenant in tenants:
-            self.limit(tenant.name, MEMORY, tenant.cpu_bytes, tenant.cpu_floor_bytes)
-            if NVME in self.shares:
-                self.limit(tenant.name, NVME, tenant.nvme_bytes, tenant.nvme_floor_bytes)
+        changed = named.union(self._configured if reset else ())
+        for tier, shares in self.shares.items():
+            floors = [tenant.floor_of(tier) for tenant in new]
+            floors += [shares[tag].floor_bytes for n, tag in self.names.items() if n not in changed]
+            refuse_floors(tier, sum(floors), capacities[tier])
 
     def limit(self, name: str, tier: str, quota_bytes: int | None, floor_bytes: int) -> None:
         """Change what a tenant may have, and keeps. Raises ConfigError."""
@@ -91,6 +116,8 @@ class Tenants:
         if name not in self.names:
             raise ConfigError(f"tenant {name!r}: there are {limits.TENANTS_MAX} already")
         share = self.shares[tier][self.names[name]]
+        floors = sum(s.floor_bytes for s in self.shares[tier].values() if s is not share)
+        refuse_floors(tier, floors + floor_bytes, self._capacities[tier])
         share.quota_bytes, share.floor_bytes = quota_bytes, floor_bytes
 
     def gauges(self) -> dict[tuple[str, ...], float]:

@@ -11,18 +11,19 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from kvstore.barrier import Ended
 from kvstore.config import TierConfig
 from kvstore.core import limits
-from kvstore.core.errors import ConfigError, TierError
+from kvstore.core.errors import ConfigError, NotYet, TierError
 from kvstore.core.tier import SlotMemory, Telling, Tier, TierContext
 from kvstore.core.types import BlockKey, Changes, JobId, JobResult, LookupResult, Slot, TransferJob
 
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 TRIAL_NAMESPACE = "0" * 32
 TRIAL_BYTES = 4096
 _CLOSE_S = 5.0  # for a tier that was switched off and still closes as the store ends
+CLOSE_LIMIT_S = 60.0  # for one whose model an engine brings again
 _VERBS = sorted(name for name in vars(Tier) if not name.startswith("_") and name != "name")
 # A hash and its group; engines can be told of no longer ones.
 _Keys = list[Annotated[BlockKey, msgspec.Meta(min_length=3, max_length=limits.KEY_BYTES_MAX)]]
@@ -62,6 +64,7 @@ class Plugin:
         self.name = config.name
         self.off = False
         self._config = config
+        self._ends: dict[str, _End] = {}  # of tiers that close, by namespace
 
     def make(self, namespace: str, slot_bytes: int, memory: SlotMemory) -> Tier:
         """Make a namespace's tier. Raises what the class raises, and ConfigError for no class."""
@@ -85,7 +88,38 @@ class Plugin:
         with self.barrier("the constructor"):
             made = None if self.off else self.make(namespace, slot_bytes, lent)
             telling = made if isinstance(made, Telling) else None  # which looks at its attributes
-        return _Guarded(self, made, telling, lent)
+        return _Guarded(self, namespace, made, telling, lent)
+
+    # Ends: they may take long, so each has a thread
+
+    def end(self, namespace: str, close: Callable[[], None]) -> threading.Thread:
+        """Close the tier of a namespace on a thread."""
+        self._ends = {name: end for name, end in self._ends.items() if end.thread.is_alive()}
+        name = f"kvstore-end-{self.name}"
+        thread = threading.Thread(target=close, name=name, daemon=True)
+        self._ends[namespace] = _End(thread, time.monotonic())
+        thread.start()
+        return thread
+
+    def await_end(self, namespace: str) -> None:
+        """Raise NotYet while the tier that a namespace had before is being closed.
+
+        One that is not closed after CLOSE_LIMIT_S is off, and not waited for.
+        """
+        end = self._ends.get(namespace)
+        if end is None or self.off or not end.thread.is_alive():
+            return
+        took_s = time.monotonic() - end.began_s
+        if took_s < CLOSE_LIMIT_S:
+            raise NotYet(f"tier {self.name} still closes what it had of this model")
+        self._failed("close", TimeoutError(f"it has not ended for {took_s:.0f} s"))
+
+    def close(self) -> None:
+        """Wait for the ends of its tiers; a moment if it is off."""
+        until_s = time.monotonic() + _CLOSE_S
+        for end in self._ends.values():
+            while end.thread.is_alive() and not (self.off and time.monotonic() > until_s):
+                end.thread.join(0.1)
 
     def barrier(self, verb: str) -> Ended:
         """Switch the tier off for whatever its code raises inside, but not for an interrupt."""
@@ -116,6 +150,11 @@ def refuse_tier(config: TierConfig) -> None:
             f"tier {config.name}: expected options that {config.class_name} takes, found {names}:"
             f" {said}"
         ) from exc
+
+
+class _End(NamedTuple):
+    thread: threading.Thread
+    began_s: float
 
 
 class _TrialMemory:
@@ -167,11 +206,16 @@ class _Guarded:
     """
 
     def __init__(
-        self, plugin: Plugin, tier: Tier | None, telling: Telling | None, memory: _Lent
+        self,
+        plugin: Plugin,
+        namespace: str,
+        tier: Tier | None,
+        telling: Telling | None,
+        memory: _Lent,
     ) -> None:
         """telling: the tier, if it says what enters and leaves it."""
         self.name = plugin.name
-        self._plugin, self._memory = plugin, memory
+        self._plugin, self._namespace, self._memory = plugin, namespace, memory
         self._tier, self._telling = tier, telling
         self._open: dict[JobId, TransferJob] = {}
         self._told: set[BlockKey] = set()
@@ -204,10 +248,9 @@ class _Guarded:
             self._call("tell")
 
     def close(self) -> None:
-        """Close it, or wait a moment for one that is off."""
-        self._call("close")
-        if self._end is not None:
-            self._end.join(_CLOSE_S)
+        """Begin to close it; Plugin.close waits for that."""
+        if self._tier is not None and self._end is None:
+            self._end = self._plugin.end(self._namespace, partial(self._finish, self._tier))
 
     def lookup(self, key: BlockKey) -> LookupResult:
         """Miss, if it is off."""
@@ -276,12 +319,7 @@ class _Guarded:
 
     def _failed(self) -> list[JobResult]:
         """Return the jobs of a tier that is off which it cannot go on with any more."""
-        if self._tier is not None and self._end is None:
-            name = f"kvstore-off-{self.name}"
-            self._end = threading.Thread(
-                target=self._finish, args=(self._tier,), name=name, daemon=True
-            )
-            self._end.start()
+        self.close()
         if self._end is not None and self._end.is_alive():
             return []
         over = [
@@ -293,7 +331,7 @@ class _Guarded:
         return [JobResult(job.job_id, 0, TierError(f"tier {self.name} is off")) for job in over]
 
     def _finish(self, tier: Tier) -> None:
-        """Close a tier that is off, on a thread: it may take long."""
+        """Close a tier that is not used any more, on a thread."""
         with self._plugin.barrier("drain"):
             tier.drain()
         with self._plugin.barrier("close"):

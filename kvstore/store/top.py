@@ -289,9 +289,10 @@ def _waits(seconds: float) -> bool:
 
 
 def _quits(terminal: int, seconds: float) -> bool:
-    end_s = time.monotonic() + seconds
+    end_s, typed = time.monotonic() + seconds, select.poll()
+    typed.register(terminal, select.POLLIN)
     while (left_s := end_s - time.monotonic()) > 0:
-        if select.select([terminal], [], [], left_s)[0]:
+        if typed.poll(1000 * left_s):
             keys = os.read(terminal, 64)
             if b"q" in keys or not keys:  # or the terminal has gone
                 return True

@@ -19,7 +19,7 @@ from kvstore.core.layout import RankGeometry, RankLayout, RankPages
 from kvstore.core.limits import Count, Hash, LeaseMs, Name, Number, Rank, Seconds, Text, Words
 from kvstore.wire.framing import Message
 
-VERSION = 6
+VERSION = 7
 
 Requests = msgspec.Meta(max_length=limits.STEP_ITEMS_MAX)
 Keys = Annotated[tuple[Hash, ...], msgspec.Meta(max_length=limits.STORED_MAX)]
@@ -27,6 +27,9 @@ Hashes = Annotated[bytes, msgspec.Meta(max_length=limits.FRAME_BYTES_MAX)]
 Slots = Annotated[int, msgspec.Meta(ge=0, le=limits.SLOTS_MAX)]
 Numbers = Annotated[tuple[Number, ...], Requests]
 Counts = Annotated[dict[Name, Count], msgspec.Meta(max_length=limits.KINDS_MAX)]
+
+NEWS_MAX = 1024
+"""Keys that a scheduler half is told of before it has heard the first of them (Step.heard)."""
 
 
 # Engine to store
@@ -62,7 +65,8 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     direct: workers read themselves what a peer has, into the engine's memory. off_disk: what comes
     up for it is not copied to lower tiers. block_ns: how long the engine computes a block; what
     takes longer to read from a lower tier or a peer is left out of the answer. 0: it does not know
-    yet, and what another engine has told counts; None: nothing is left out.
+    yet, and what another engine has told counts; None: nothing is left out. hinted: how many
+    leading blocks a router says that the peer has; 0: the peer is of a hand-over.
     """
 
     ask: Number
@@ -78,6 +82,7 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     direct: bool = False
     off_disk: bool = False
     block_ns: Annotated[int, msgspec.Meta(ge=0, le=limits.BLOCK_NS_MAX)] | None = None
+    hinted: Count = 0
 
 
 class HandedOver(msgspec.Struct, frozen=True, array_like=True):
@@ -127,6 +132,21 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
     scope: Hash = b""
 
 
+class BlockTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Token ids of blocks, for the snapshot of another engine: u32, as many for each hash."""
+
+    hashes: Hashes
+    width: Annotated[int, msgspec.Meta(ge=1, le=limits.HASH_BYTES_MAX)]
+    tokens: Words
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True):
+    """Ask for the next Page of what the tiers have in a scope, with hashes of `width` bytes."""
+
+    width: Annotated[int, msgspec.Meta(ge=1, le=limits.HASH_BYTES_MAX)]
+    scope: Hash = b""
+
+
 class Step(Message, frozen=True):
     """One batch per engine step from the scheduler half.
 
@@ -134,7 +154,8 @@ class Step(Message, frozen=True):
     admitted since the last step, asked for; of these served, by tier, and not, by reason (MISSES).
     counts: events since then, by name (EVENTS). unstored: keys of blocks that found no slot.
     tenants: whose blocks are asked for or stored from now on, each named once.
-    pins: prefixes to be kept, or not any more.
+    pins: prefixes to be kept, or not any more. heard: keys of Answers that it has dealt with.
+    tokens: of blocks that are stored, or brought up, if Welcome says so. snapshot: answered once.
     """
 
     lookups: Annotated[tuple[Lookup, ...], Requests] = ()
@@ -149,6 +170,9 @@ class Step(Message, frozen=True):
     unstored: Keys = ()
     tenants: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.TENANTS_MAX)] = ()
     pins: Annotated[tuple[Prefix, ...], msgspec.Meta(max_length=limits.PINS_MAX)] = ()
+    heard: Count = 0
+    tokens: Annotated[tuple[BlockTokens, ...], Requests] = ()
+    snapshot: Snapshot | None = None
 
 
 class Mapped(Message, frozen=True):
@@ -267,7 +291,8 @@ class Welcome(Message, frozen=True):
     those to read from peers with, as UCX names them.
     The scheduler half is once they have mapped the memory. side_channel: host:port where other
     stores ask this one. defer_ms: how long a lookup may wait for blocks that are pending. warning:
-    for the engine's log, such as why it shares no blocks with others of its model.
+    for the engine's log, such as why it shares no blocks with others of its model. tokens: the
+    store keeps token ids (Step.tokens), and has a snapshot. there: blocks in memory before.
     """
 
     session: int
@@ -279,6 +304,8 @@ class Welcome(Message, frozen=True):
     side_channel: str = ""
     defer_ms: int = 0
     warning: Text = ""
+    tokens: bool = False
+    there: Count = 0
 
 
 class Refused(Message, frozen=True):
@@ -340,8 +367,30 @@ class Granted(msgspec.Struct, frozen=True, array_like=True):
     missed: tuple[str, int] = ("", 0)
 
 
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A block that was there before: its key, its parent's or b"", token ids (u32), and where."""
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    memory: bool
+    disk: bool
+
+
+class Page(msgspec.Struct, frozen=True, array_like=True):
+    """Some blocks of a snapshot, parents first. last: there are no more."""
+
+    blocks: tuple[Held, ...] = ()
+    last: bool = False
+
+
 class Answers(Message, frozen=True):
-    """One batch from the store to a scheduler half."""
+    """One batch from the store to a scheduler half.
+
+    Of the keys it names those that this engine stored, asked for, or was told of before, each once
+    in a message, and up to NEWS_MAX that are not heard. lost: more were waiting than the store
+    keeps for an engine; these are not told. page: of its snapshot, what there is after all that.
+    """
 
     granted: tuple[Granted, ...] = ()
     credits: bytes = b""  # u32 array of slots
@@ -349,6 +398,8 @@ class Answers(Message, frozen=True):
     removed: tuple[bytes, ...] = ()  # keys that left it
     disk_added: tuple[bytes, ...] = ()  # keys that can be read on disk now, for who wants events
     disk_removed: tuple[bytes, ...] = ()  # keys that cannot any more
+    lost: int = 0
+    page: Page | None = None
 
 
 class Places(Message, frozen=True):
@@ -449,5 +500,6 @@ EVENTS = frozenset(
     {
         *("deferred", "deferred_steps", "timed_out", "load_failed", "detached", "store_declined"),
         *("transfer_refused", "hand_over_unstored", "load_given_up", "events_untold"),
+        "hint_refused",
     }
 )

@@ -31,6 +31,7 @@ BENCHES = {
     ),
     "nvme": ("tests.bench.nvme", "blocks to disk and back, against plain direct I/O"),
     "nvme-index": ("tests.bench.nvme_index", "how fast a disk's blocks are known after a start"),
+    "object": ("tests.bench.object", "blocks to an S3 server and back, against its client alone"),
     "service": ("tests.bench.service", "many engines on one store, against a bare echo server"),
     "slow": (
         "tests.bench.slow",

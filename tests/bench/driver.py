@@ -229,7 +229,13 @@ class Driver:
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra_args,
         )
-        self._engine.add_request(request.id, prompt, params, lora_request=adapter)
+        more: dict[str, Any] = {}
+        if request.kv_hints is not None:
+            import msgspec
+            from vllm.v1.kv_hints import KvHintsEnvelope
+
+            more["kv_hints"] = msgspec.convert(request.kv_hints, KvHintsEnvelope)
+        self._engine.add_request(request.id, prompt, params, lora_request=adapter, **more)
 
     def _abort(self, live: dict[str, Live], step: int) -> None:
         """Abort what is due. vLLM reports nothing for these, so they are marked here."""

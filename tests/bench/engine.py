@@ -41,6 +41,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None  # instead of the run's
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    kv_hints: dict[str, Any] | None = None
     adapter: str | None = None  # folder of a LoRA adapter
 
 

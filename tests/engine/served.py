@@ -23,6 +23,8 @@ from tests.engine.support import (
     since,
 )
 
+TICK_STEPS = 20
+
 
 class Served:
     """A store, an engine attached to it, and the KV events that the engine publishes."""
@@ -41,22 +43,23 @@ class Served:
         self.store = store
         self.groups = GROUPS[name]
         self._endpoint = f"ipc://{folder / 'events'}"
+        self._model = model
+        self._start()
+
+    def _start(self) -> None:
+        # A new one for each engine: one of before connects to it again, but was sent nothing.
         self._subscription: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._subscription.connect(self._endpoint)
         self._subscription.subscribe(b"")
-        self._model = model
-        self.engine = self._start()
-
-    def _start(self) -> Engine:
         events = {"enable_kv_cache_events": True, "endpoint": self._endpoint}
         connector = attach(self.store, **self._extra)
         extra = {"kv_events_config": events}
-        return Engine(self._model, connector=connector, extra=extra).__enter__()
+        self.engine = Engine(self._model, connector=connector, extra=extra).__enter__()
 
     def restart(self) -> None:
         """End the engine and start another one."""
-        self.engine.close()
-        self.engine = self._start()
+        self.close()
+        self._start()
 
     def close(self) -> None:
         self.engine.close()
@@ -74,16 +77,23 @@ class Served:
         return settled(lambda: since(self.store.address, before))
 
     def events(self) -> list[Any]:
-        """What has been published since the last call, as vLLM's objects; arrives a step late."""
+        """What has been published since the last call, as vLLM's objects; arrives a step late.
+
+        Of much at once a step publishes a part: the engine steps until nothing comes any more.
+        """
         from vllm.distributed.kv_events import KVEventBatch
 
         decoder = msgspec.msgpack.Decoder(KVEventBatch)
-        self.engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=2)
-        self.engine.go_idle()
         found: list[Any] = []
-        while self._subscription.poll(500):
-            *_, payload = self._subscription.recv_multipart()
-            found += decoder.decode(payload).events
+        before = -1
+        while len(found) > before:
+            before = len(found)
+            # Less than a block, so that it is none of the events.
+            self.engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=TICK_STEPS)
+            self.engine.go_idle()
+            while self._subscription.poll(500):
+                *_, payload = self._subscription.recv_multipart()
+                found += decoder.decode(payload).events
         return found
 
 

@@ -407,6 +407,29 @@ def test_B6_a_prompt_without_token_ids_announces_nothing() -> None:
     assert compat.transfer_of(request_of(40, dict(GIVEN), **mixed)) is None
 
 
+def test_O26_a_hint_comes_with_a_request_or_among_its_parameters() -> None:
+    from connectors import vllm_scheduler as compat
+
+    hint: dict[str, Any] = {"kv_hint": {"actions": []}}
+    assert compat.transfer_of(request_of(40, dict(hint))) == hint
+    assert compat.transfer_of(request_of(40, kv_hints=hint["kv_hint"])) == hint
+    request = request_of(40, dict(HANDED), kv_hints=hint["kv_hint"])
+    assert compat.transfer_of(request) == HANDED | hint
+    assert request.kv_transfer_params == HANDED, "as it came"
+
+
+def test_O26_for_a_hint_the_engines_own_cache_is_not_searched() -> None:
+    """vLLM does it itself, and in a long prompt it takes long."""
+    from connectors import vllm_scheduler as compat
+
+    seen: list[Any] = []
+    half: Any = SimpleNamespace(on_new_request=lambda *given, **_: seen.append(given))
+    side = compat.SchedulerSide(half, None, STATES)
+    request = request_of(40, kv_hints={"actions": []})
+    side.on_new_request(request)  # it has no manager, whose cache that is
+    assert seen == [(request, {"kv_hint": {"actions": []}}, 0)]
+
+
 def test_B17_an_image_has_no_place_in_a_tails_name() -> None:
     from connectors import vllm_scheduler as compat
 

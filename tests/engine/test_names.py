@@ -136,7 +136,7 @@ AT_START = {
     *("check_supported", "group_rule", "geometry", "layer_caches"),
     *("rank_geometry", "supports_sleep_mode", "build_kv_connector_stats", "build_prom_metrics"),
     *("start_scheduler", "start_half", "start_worker", "transfer_of_engine"),
-    "loads_in_steps",
+    *("loads_in_steps", "late_step_blocks"),
 }
 
 
@@ -268,6 +268,67 @@ def test_O22_a_request_without_a_name_is_refused_at_start(
     monkeypatch.setattr(vllm_private, "Request", lacking)
     with pytest.raises(NotSupported, match=rf" has no Request\.{name}, expected"):
         vllm_private.check_private(manager())
+
+
+def pool(**changes: object) -> Any:
+    """What storing late reads of a block manager: two free blocks, one of which holds something."""
+    end = SimpleNamespace(block_id=-1, block_hash=None, next_free_block=None)
+    last = SimpleNamespace(block_id=1, block_hash=None, next_free_block=end)
+    first = SimpleNamespace(block_id=2, block_hash=b"hash\0\0\0\0", next_free_block=last)
+    head = SimpleNamespace(block_id=-1, block_hash=None, next_free_block=first)
+    queue = SimpleNamespace(fake_free_list_head=head, num_free_blocks=2)
+    made = SimpleNamespace(blocks=[None, last, first], free_block_queue=queue)
+    parts = {"manager": SimpleNamespace(block_pool=made), "pool": made, "queue": queue}
+    for name in changes:
+        part, _, attribute = name.partition("__")
+        delattr((parts | {"block": head})[part], attribute)
+    return parts["manager"]
+
+
+@pytest.mark.parametrize(
+    ("gone", "told"),
+    [
+        ("manager__block_pool", "KVCacheManager.block_pool"),
+        ("pool__blocks", "BlockPool.blocks"),
+        ("pool__free_block_queue", "BlockPool.free_block_queue"),
+        ("queue__fake_free_list_head", "FreeKVCacheBlockQueue.fake_free_list_head"),
+        ("queue__num_free_blocks", "FreeKVCacheBlockQueue.num_free_blocks"),
+        ("block__block_hash", "KVCacheBlock.block_hash"),
+        ("block__block_id", "KVCacheBlock.block_id"),
+        ("block__next_free_block", "KVCacheBlock.next_free_block"),
+    ],
+)
+def test_O22_O28_a_name_that_storing_late_reads_is_missed_at_start(gone: str, told: str) -> None:
+    from connectors.vllm_private import OwnCache
+    from kvstore.core.errors import NotSupported
+
+    assert list(OwnCache(pool()).next_free(9)) == [(2, b"hash"), (1, None)]
+    with pytest.raises(NotSupported, match=r"vLLM 0\.\d+ has no ") as caught:
+        OwnCache(pool(**{gone: None}))
+    assert f" has no {told}, expected" in str(caught.value)
+
+
+def test_O28_the_free_blocks_are_those_that_vllm_allocates_next_in_its_order() -> None:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
+    from connectors.vllm_private import OwnCache
+
+    blocks = BlockPool(9, enable_caching=True, hash_block_size=16)
+    cache = OwnCache(SimpleNamespace(block_pool=blocks))
+    table = blocks.get_new_blocks(4)
+    for block in table:
+        name = BlockHash(b"%032d" % block.block_id)
+        blocks._insert_block_hash(make_block_hash_with_group_id(name, 0), block, 16)
+    blocks.free_blocks(reversed(table))
+    assert cache.free_count == 8
+    found = list(cache.next_free(7))
+    assert found == [*((n, None) for n in (5, 6, 7, 8)), *((n, b"%032d" % n) for n in (4, 3, 2))]
+    assert cache.held(4) == b"%032d" % 4
+    assert [block.block_id for block in blocks.get_new_blocks(7)] == [n for n, _ in found]
+    assert cache.held(4) is None, "given out"
+    assert list(cache.next_free(7)) == [(1, b"%032d" % 1)]
+    assert cache.block_count == 9
 
 
 # What is counted

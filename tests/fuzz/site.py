@@ -34,6 +34,7 @@ from tests.harness.handover_moves import LandingSlots, Moves
 from tests.harness.handover_pair import content
 from tiers.nixl import messages as nixl
 from tiers.nixl.supervisor import Down
+from tiers.nixl.ucx import over_tcp
 
 LANDING = 32
 LANDING_EXTENT = 1 << 30
@@ -46,10 +47,25 @@ SETTINGS = {"cpu": {"capacity": "64MiB"}, "server": {"metrics": ""}, "peer": {}}
 Decode = Callable[[bytes], framing.Message]
 
 
+Hear = Callable[[bytes], None]
+
+
 class End(msgspec.Struct, eq=False):
     """The other end of a connection: hear(bytes) is where what is sent goes; b"": it has ended."""
 
-    hear: Callable[[bytes], None]
+    hear: Hear
+
+
+class Cable:
+    """Carries what both ends of a connection say: at once, as it is."""
+
+    def forth(self, hear: Hear) -> Hear:
+        """Return what to call for what is to be heard at the end that was connected to."""
+        return hear
+
+    def back(self, hear: Hear) -> Hear:
+        """Return what to call for what is to be heard at the end that connected."""
+        return hear
 
 
 class Wire(Channel):
@@ -72,7 +88,7 @@ class Wire(Channel):
         self._opened(line)
         return line.number
 
-    def accept(self, end: End) -> tuple[int, Callable[[bytes], None]]:
+    def accept(self, end: End) -> tuple[int, Hear]:
         """Somebody connects; returns the number, and where to say something."""
         number = self._open(end, came=True)
         return number, lambda frame: self.inbox.append((number, frame, m.decode_for_producer))
@@ -88,16 +104,18 @@ class Wire(Channel):
             number = self._open(End(lambda _: None), came=False)
             self._fail(self.lines.all[number], "nobody is there")
             return number
-        numbers: list[int] = []
-        end = End(lambda frame: self.inbox.append((numbers[0], frame, m.decode_for_consumer)))
+        numbers, cable = list[int](), self._net.cable(self.address, address)
+        end = End(
+            cable.back(lambda frame: self.inbox.append((numbers[0], frame, m.decode_for_consumer)))
+        )
         _, say = place(end)
-        numbers.append(self._open(End(say), came=False))
+        numbers.append(self._open(End(cable.forth(say)), came=False))
         return numbers[0]
 
     def send(self, number: int, message: framing.Message) -> None:
         """Send to whoever is there."""
         end = self._ends.get(number)
-        if end is not None and self._net.rng.random() < SENT:
+        if end is not None and self._net.rng.random() < self._net.sent:
             end.hear(m.encode(message))
         elif end is not None:
             self._fail(self.lines.all[number], "it does not read")
@@ -131,7 +149,7 @@ class Mover(Moves):
         super().__init__()
         self._net, self._name = net, name
         self._starts = itertools.count(1)
-        self.agent = self.devices = ""
+        self.agent, self.devices = "", "lo"
         self.exporter = self
         self.site: Site | None = None
         self.landings: dict[str, LandingSlots] = {}
@@ -194,7 +212,7 @@ class Mover(Moves):
         """It is awake."""
 
     def over_tcp(self, host: str) -> bool:
-        return host == "tcp"
+        return over_tcp(host, self.devices)
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         self.known[agent] = metadata
@@ -236,11 +254,17 @@ class Mover(Moves):
 class Net:
     """Addresses, and exporters by name."""
 
+    sent = SENT
+
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.places: dict[str, Callable[[End], tuple[int, Callable[[bytes], None]]]] = {}
+        self.places: dict[str, Callable[[End], tuple[int, Hear]]] = {}
         self.movers: dict[str, Mover] = {}
         self.reading = b""  # the last input that anybody has read
+
+    def cable(self, _one: str, _other: str) -> Cable:
+        """Return what carries a new connection from one address to another."""
+        return Cable()
 
 
 class Site(Town):

@@ -169,6 +169,19 @@ class Waits(Bad):
         self.go.wait()
 
 
+class Closes(MemoryTier):
+    """Takes its time before it closes, if it has blocks, though no job is under way."""
+
+    go = threading.Event()
+    closing = threading.Event()
+
+    def drain(self) -> None:
+        if self._blocks:
+            self.closing.set()
+            self.go.wait()
+        super().drain()
+
+
 class Tells(Bad):
     """Says what enters it."""
 

@@ -103,13 +103,14 @@ class HeapPool(CpuMemory):
     def __init__(self, extents: int = 4, slots_per_extent: int = 8) -> None:
         self.extent_bytes = slots_per_extent * (SLOT_BYTES + 4)
         self.capacity_bytes = extents * self.extent_bytes
+        self.extents_max = 1 << 30
         self.used_bytes_max = 0
         self.fail: Exception | None = None
         self.released: list[int] = []  # bytes of each; the extent kept would be a leak
         self._wanted: list[tuple[str, int]] = []
 
     def request(self, tag: str, slot_bytes: int) -> bool:
-        if self.used_bytes + self.extent_bytes > self.capacity_bytes:
+        if not self.has_room:
             return False
         self.used_bytes += self.extent_bytes
         self.used_bytes_max = max(self.used_bytes_max, self.used_bytes)

@@ -18,9 +18,9 @@ from tiers.cpu import CpuExtent
 class LandingSlots(t.Landing):
     """Landing slots in this process, mapped from the start; none is given back twice."""
 
-    def __init__(self, extent: int, count: int) -> None:
-        super().__init__(SLOT_BYTES, lambda _: None)
-        self.made(extent, cast("CpuExtent", HeapExtent(count * (SLOT_BYTES + 4), SLOT_BYTES)))
+    def __init__(self, extent: int, count: int, slot_bytes: int = SLOT_BYTES) -> None:
+        super().__init__(slot_bytes, lambda _: None)
+        self.made(extent, cast("CpuExtent", HeapExtent(count * (slot_bytes + 4), slot_bytes)))
         self.base, self.metadata = 4096, b"md"
 
     def give_back(self, slots: Iterable[int]) -> None:

@@ -25,6 +25,7 @@ from kvstore.wire import framing
 from kvstore.wire.framing import from_u32, u32
 from tests.harness import fakes
 from tests.harness.patience import WAIT_S
+from tiers.cpu import CpuExtent
 
 M = TypeVar("M", bound=framing.Message)
 
@@ -67,7 +68,16 @@ class LiveStore:
         self.server.stop()
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
-        self.seconds = self.seconds or time.monotonic() - started
+        if not self.seconds:
+            self.seconds = time.monotonic() - started
+            self._close_memory()
+
+    def _close_memory(self) -> None:
+        """Close descriptors that a store leaves to the end of its process."""
+        for namespace in self.server.store.namespaces.values():
+            for mapping in namespace.extents.values():
+                if isinstance(mapping.memory, CpuExtent):
+                    os.close(mapping.memory.fd)
 
 
 class Client:
@@ -142,6 +152,7 @@ class LiveEngine:
         self.worker.send(p.Hello(*who, geometry=geometry, direct=direct))
         self.scheduler.send(p.Hello(p.VERSION, name, "scheduler", 0, 1, 4, events=events))
         self.credits: list[int] = []
+        self._unheard: list[p.Answers] = []  # that brought credits
         self._maps: list[tuple[p.Extent, mmap.mmap]] = []
         self._page_bytes, self.geometry = page_bytes, geometry
         self._asks = 0
@@ -155,8 +166,9 @@ class LiveEngine:
         self.close()
 
     def map_extent(self) -> None:
-        message = self.worker.take(p.Extent)
-        self._maps.append((message, mmap.mmap(self.worker.fds.pop(0), message.bytes)))
+        message, fd = self.worker.take(p.Extent), self.worker.fds.pop(0)
+        self._maps.append((message, mmap.mmap(fd, message.bytes)))
+        os.close(fd)
         self.worker.send(p.Mapped(message.extent))
 
     def _map_of(self, slot: int) -> tuple[p.Extent, mmap.mmap]:
@@ -181,7 +193,9 @@ class LiveEngine:
         """Store a request's blocks; their bytes follow from their hashes."""
         for index, block in enumerate(chain):
             while not self.credits:
-                self.credits.extend(from_u32(self.scheduler.take(p.Answers).credits))
+                answers = self.scheduler.take(p.Answers)
+                self.credits.extend(from_u32(answers.credits))
+                self._unheard.append(answers)
             slot = self.credits.pop(0)
             memory, at = self._place(slot)
             memory[at : at + self._page_bytes] = self.content(block)
@@ -189,6 +203,14 @@ class LiveEngine:
             keys = (make_key(block, 0),)
             slots, parents = u32([slot]), (parent,)
             self.worker.send(p.Stored(slots, keys, parents, True, 0.001, off_disk=off_disk))
+
+    def hear(self) -> p.Answers:
+        """Return the next message to the scheduler half, also one that brought credits before."""
+        if self._unheard:
+            return self._unheard.pop(0)
+        answers = self.scheduler.take(p.Answers)
+        self.credits.extend(from_u32(answers.credits))
+        return answers
 
     def ask(self, chain: Sequence[bytes], **how: Any) -> p.Granted:  # noqa: ANN401 - of Lookup
         self._asks += 1

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvstore.config import NvmeConfig
-from kvstore.core.tier import TierContext
+from kvstore.core.tier import TierContext, TokenRow
 from kvstore.core.types import BlockKey, JobId, JobKind, JobResult, LookupResult, Slot, TransferJob
 from tests.harness.patience import WAIT_S
 from tiers.nvme import NvmeDisk
@@ -116,6 +116,20 @@ class Shelf:
     def keys(self) -> list[BlockKey]:
         return [record.key for record in self.tier.space.index]
 
+    def token_rows(self) -> list[TokenRow]:
+        """All rows of token ids, page by page."""
+        found, mark = list[TokenRow](), 0
+        while True:
+            page = self.tier.token_rows(mark)
+            if page is None:
+                self.disk.poll()
+                time.sleep(0.0005)
+                continue
+            found += page.rows
+            if page.last:
+                return found
+            mark = page.mark
+
     def settle(self) -> None:
         """Wait until the index is read and everything is durable."""
         end = time.monotonic() + WAIT_S
@@ -132,10 +146,15 @@ class Shelf:
 
 @contextmanager
 def shelf(
-    settings: NvmeConfig, namespace: str = "0123456789ab", *, settled: bool = True, **memory: int
+    settings: NvmeConfig,
+    namespace: str = "0123456789ab",
+    *,
+    settled: bool = True,
+    tokens: bool = False,
+    **memory: int,
 ) -> Iterator[Shelf]:
     """A disk with one namespace, closed in order. settled: its index is read."""
-    disk = NvmeDisk(settings)
+    disk = NvmeDisk(settings, tokens=tokens)
     try:
         made = Shelf(disk, namespace, **memory)
         if settled:

@@ -115,7 +115,8 @@ class Script:
         self.on_its_way: list[framing.Message] = []  # arrives when somebody waits
         self.fds: list[int] = []
         self.cut = False
-        self.warning = ""  # of a welcome
+        self.warning = ""  # of a welcome,
+        self.keeps_tokens, self.there = False, 0  # likewise
         self.waiting_bytes = 0  # that the store has not read
         self._session = 0
         self._wanted = self.welcomes = False
@@ -139,7 +140,10 @@ class Script:
             return None
         self._wanted = self.welcomes = False
         self._session += 1
-        return Wire(self), p.Welcome(self._session, defer_ms=100, warning=self.warning)
+        what = self.keeps_tokens, self.there
+        return Wire(self), p.Welcome(
+            self._session, defer_ms=100, warning=self.warning, tokens=what[0], there=what[1]
+        )
 
     def close(self) -> None:
         self._wanted = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from kvstore.core.errors import InvariantBroken
 
@@ -48,6 +49,23 @@ class BlockPool:
                 self.free[block] = None
                 if self._reuse_newest:
                     self.free.move_to_end(block, last=False)
+
+    @property
+    def block_count(self) -> int:
+        return len(self._refs)
+
+    @property
+    def free_count(self) -> int:
+        return len(self.free)
+
+    def next_free(self, count: int) -> Iterator[tuple[int, bytes | None]]:
+        """Yield the blocks that are given out next, up to so many, and what each holds."""
+        for block in islice(self.free, count):
+            yield block, self.held(block)
+
+    def held(self, block: int) -> bytes | None:
+        name = self._names.get(block)
+        return None if name is None else name[1]
 
     def publish(self, block: int, name: Name) -> bool:
         """Let others find a block by what it holds; False if it or another is found already."""

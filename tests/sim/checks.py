@@ -26,6 +26,12 @@ from tests.sim.store import Pool
 
 _READY, _COMING, _DROPPED = State.READY, State.COMING, State.DROPPED
 _HERE = (_READY, _COMING)
+Held = Callable[[Namespace], tuple[Iterable[int], Iterable[Entry]]]
+
+
+def nothing_held(_: Namespace) -> tuple[Iterable[int], Iterable[Entry]]:
+    """Return what other stores hold where there are none."""
+    return (), ()
 
 
 class Truth:
@@ -67,9 +73,20 @@ class Checks:
     """The promises about one store; made anew with each store process."""
 
     def __init__(
-        self, store: Store, pool: Pool, truth: Truth, engine: EngineConfig, *, faults: bool
+        self,
+        store: Store,
+        pool: Pool,
+        truth: Truth,
+        engine: EngineConfig,
+        *,
+        faults: bool,
+        held: Held = nothing_held,
     ) -> None:
-        """faults: blocks may be damaged and dropped, so that there are holes."""
+        """faults: blocks may be damaged and dropped, so that there are holes.
+
+        held(namespace): what other stores hold there: slots of their own, and pinned blocks.
+        """
+        self._held = held
         self._store = store
         self._pool = pool
         self._truth = truth
@@ -161,6 +178,7 @@ class Checks:
                 granted.extend(session.granted)
         works = {id(work): work for work in namespace.tiering.coming.values()}.values()
         granted += [slot for work in works for slot in work.job.slots]
+        granted += self._held(namespace)[0]
         assert len(granted) == len(manager.slots.granted), "grants do not add up"
         assert set(granted) == manager.slots.granted.keys(), "grants do not add up"
 
@@ -198,6 +216,7 @@ class Checks:
             assert under, "leased, but neither pinned nor above a pin"
         for work in namespace.tiering._open.values():
             pinned.extend(work.pinned)
+        pinned.extend(self._held(namespace)[1])
         held = {id(entry): entry.pins for entry in chain(entries, pinned) if entry.pins}
         assert held == Counter(map(id, pinned)), "pins, and reasons for them, differ"
         dropped = {entry.slot for entry in pinned if entry.state is _DROPPED}

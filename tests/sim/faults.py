@@ -7,7 +7,6 @@ some hundred worlds, rare states included.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -230,9 +229,3 @@ def inject(world: World, kind: str, rng: random.Random) -> bool:
     world.met.update((kind, state) for state in met)
     world.note(f"fault: {kind} {host.name}")
     return True
-
-
-def never_met(met: Counter[tuple[str, str]]) -> list[tuple[str, str]]:
-    """List the pairs of fault and state that did not come about though they could."""
-    pairs = ((fault, state) for fault in FAULTS for state in STATES)
-    return [pair for pair in pairs if pair not in IMPOSSIBLE and not met[pair]]

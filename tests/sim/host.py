@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
 
-from connectors.engine_interface import BlockTable
+from connectors.engine_interface import BlockTable, EngineRequest
+from connectors.kv_transfer_params import NO_TRANSFER, Transfer, is_handed_over
+from connectors.late_stores import LateStores
+from connectors.request_policy import NO_LIMITS, RequestPolicy
 from connectors.request_state import Phase
 from connectors.scheduler import SchedulerHalf
+from connectors.step_loads import StepLoads
 from connectors.step_meta import StepMeta
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher
@@ -21,6 +25,7 @@ from tests.reference import (
     Engine,
     Group,
     Rank,
+    Request,
     Shape,
     TieredWorker,
     WorkerResults,
@@ -63,18 +68,47 @@ def make_shape(rng: random.Random) -> Shape:
     )
 
 
+Handed = Callable[[str, Mapping[str, Any] | None], None]
+
+
 class Half(SchedulerHalf):
-    """A scheduler half that sometimes keeps a request's blocks, as a hand-over would."""
+    """A scheduler half that sometimes keeps a request's blocks, as another connector would.
+
+    given: parameters of requests that are handed over. handed(request, params): one that another
+    engine goes on with has ended, with these for it.
+    """
 
     rng = random.Random(0)
     delays = 0.0
     sends: Sequence[list[str]] = ()  # what each rank has still to report as sent
+    given: dict[str, Mapping[str, Any]]
+    handed: Handed = staticmethod(lambda _, __: None)
+
+    def on_new_request(
+        self,
+        request: EngineRequest,
+        transfer: Mapping[str, Any] | None = None,
+        cached: int = 0,
+        *,
+        reads: bool = True,
+        repeatable: bool = True,
+        policy: RequestPolicy = NO_LIMITS,
+    ) -> None:
+        transfer = self.given.get(request.request_id, transfer)
+        super().on_new_request(
+            request, transfer, cached, reads=reads, repeatable=repeatable, policy=policy
+        )
 
     def request_finished(self, request_id: str, table: BlockTable) -> bool:
         tracked = self._requests.get(request_id)
         loading = tracked is not None and tracked.phase is Phase.LOADING
+        given = self.given.pop(request_id, None)
+        if is_handed_over(given):
+            request = None if tracked is None else cast("Request", tracked.request)
+            ended = request is not None and request.num_tokens >= request.tokens_max
+            self.handed(request_id, self.hand_over(request_id, table) if ended else None)
         delay = super().request_finished(request_id, table)
-        if loading or self.rng.random() >= self.delays:
+        if delay or loading or self.rng.random() >= self.delays:
             return delay
         for rank in self.sends:
             rank.append(request_id)
@@ -93,13 +127,24 @@ class Sender(TieredWorker):
         results = super().results(meta)
         sent = {name for name in self.left if self._rng.random() < SENT}
         self.left[:] = [name for name in self.left if name not in sent]
-        return msgspec.structs.replace(results, sent=sent)
+        return msgspec.structs.replace(results, sent=results.sent | sent)
 
 
 class Host:
     """One engine with its two halves."""
 
-    def __init__(self, net: Net, rng: random.Random, name: str, shape: Shape, model: str) -> None:
+    def __init__(
+        self,
+        net: Net,
+        rng: random.Random,
+        name: str,
+        shape: Shape,
+        model: str,
+        *,
+        in_step: bool = False,
+        transfer: Transfer = NO_TRANSFER,
+    ) -> None:
+        """in_step: loads may end in the step that admits their request."""
         self.name, self.shape, self.scope = name, shape, b""
         self.geometry = shape.geometry
         self._model = model
@@ -116,7 +161,10 @@ class Host:
             self.client,
             world=shape.world,
             shares_prefixes=shape.prefix_cache,
+            transfer=transfer,
+            step_loads=StepLoads(0) if in_step and shape.batches == 1 else None,
         )
+        self.half.given = {}
         senders = [Sender(worker, rng) for worker in self.workers]
         self.half.rng, self.half.delays = rng, rng.choice((0.0, 0.0, 0.3))
         self.half.sends = [sender.left for sender in senders]
@@ -126,6 +174,15 @@ class Host:
         ]
         self.engine = Engine(shape, self.half, self.ranks, rng)
         self.counts: Counter[str] = Counter()  # of the halves
+
+    def store_late(self) -> None:
+        """Store a block when the engine is about to reuse its own, if it is an engine for that."""
+        shape = self.shape
+        if LateStores.serves(shape.rules) and shape.prefix_cache:
+            ahead = shape.lookahead + shape.batches * (shape.drafts + 1)
+            tokens = shape.budget + shape.running_max * ahead
+            step_blocks = tokens // shape.group_tokens[0] + shape.running_max
+            self.half.store_late(self.engine.book.tables.pool, step_blocks)
 
     def step(self) -> None:
         for output in self.engine.step():

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import math
 import multiprocessing
 import os
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,11 +26,43 @@ from rich.table import Table
 
 from kvstore.core.errors import InvariantBroken
 from tests.harness import bugs
-from tests.sim.faults import FAULTS, IMPOSSIBLE, STATES, never_met
+from tests.sim import faults, fleet_faults
+from tests.sim.fleet import Fleet
 from tests.sim.shrink import shrink
 from tests.sim.world import Cut, World
 
 CHUNK = 4  # worlds that a process is given at a time
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """What is simulated: one store with two engines, or several that hand over.
+
+    given: the command's option. enough: worlds after which each fault has met each state; None:
+    not known.
+    """
+
+    given: str
+    make: type[World | Fleet]
+    faults: Sequence[str]
+    states: Sequence[str]
+    impossible: Mapping[tuple[str, str], str]
+    enough: int | None
+
+    def never_met(self, met: Counter[tuple[str, str]]) -> list[tuple[str, str]]:
+        """List the pairs of fault and state that did not come about though they could."""
+        pairs = ((fault, state) for fault in self.faults for state in self.states)
+        return [pair for pair in pairs if pair not in self.impossible and not met[pair]]
+
+
+STORE = Kind("", World, tuple(faults.FAULTS), tuple(faults.STATES), faults.IMPOSSIBLE, 2000)
+FLEET = Kind(
+    "--fleet ",
+    Fleet,
+    tuple(fleet_faults.FAULTS),
+    tuple(fleet_faults.STATES),
+    fleet_faults.IMPOSSIBLE,
+    None,
+)
 
 
 class Outcome(msgspec.Struct):
@@ -57,29 +91,30 @@ def _calm() -> Iterator[None]:
         gc.collect()
 
 
-def replay_command(seed: int, cut: Cut) -> str:
+def replay_command(seed: int, cut: Cut, kind: Kind = STORE) -> str:
     given = msgspec.json.encode(cut).decode()
-    return f"python -m tests.sim {seed}" + (f" --cut '{given}'" if cut != Cut() else "")
+    command = f"python -m tests.sim {kind.given}{seed}"
+    return command + (f" --cut '{given}'" if cut != Cut() else "")
 
 
-def replay(seed: int, cut: Cut | None = None) -> World:
+def replay(seed: int, cut: Cut | None = None, kind: Kind = STORE) -> World | Fleet:
     """Run a world. Raises what it broke, with the end of its trace."""
-    world = World(seed, cut)
+    world = kind.make(seed, cut)
     try:
         with _calm(), bugs.escaping():
             world.run()
     except BaseException as error:
         trace = "\n".join(world.trace)
-        error.add_note(f"{trace}\nseed {seed}: replay with {replay_command(seed, world.cut)}")
+        error.add_note(f"{trace}\nseed {seed}: replay with {replay_command(seed, world.cut, kind)}")
         error.add_note(f"{world.steps} steps, {world.fault_count} faults")
         raise
     return world
 
 
-def attempt(seed: int, cut: Cut | None = None) -> Outcome:
+def attempt(seed: int, cut: Cut | None = None, kind: Kind = STORE) -> Outcome:
     """Run a world in a process of many; return what it broke as text."""
     try:
-        world = replay(seed, cut)
+        world = replay(seed, cut, kind)
     except (Exception, InvariantBroken) as error:  # noqa: BLE001 - told with its seed
         frames = traceback.extract_tb(error.__traceback__)
         last = [frame for frame in frames if frame.name != "check"][-1]
@@ -88,7 +123,7 @@ def attempt(seed: int, cut: Cut | None = None) -> Outcome:
     return Outcome(seed, "", "", world.counts, world.met, world.steps)
 
 
-def attempts(seeds: range) -> Iterator[Outcome]:
+def attempts(seeds: range, kind: Kind = STORE) -> Iterator[Outcome]:
     """Run many worlds on all cores; in the order of their seeds.
 
     The order of a set of strings is another in each process unless PYTHONHASHSEED is set.
@@ -98,40 +133,46 @@ def attempts(seeds: range) -> Iterator[Outcome]:
         patch.dict(os.environ, PYTHONHASHSEED="0"),
         ProcessPoolExecutor(os.cpu_count(), context, gc.freeze) as pool,
     ):
-        yield from pool.map(attempt, seeds, chunksize=CHUNK)
+        yield from pool.map(partial(attempt, kind=kind), seeds, chunksize=CHUNK)
 
 
-def cut_short(seed: int) -> tuple[Cut, str]:
+def cut_short(seed: int, kind: Kind = STORE) -> tuple[Cut, str]:
     """Find a small part of a failing world that fails at the same place; return it as told."""
-    where = attempt(seed).where
+    where = attempt(seed, kind=kind).where
     if not where:
         return Cut(), f"seed {seed} breaks nothing"
-    cut, tries = shrink(seed, lambda smaller: attempt(seed, smaller).where == where)
-    told = attempt(seed, cut).error
+
+    def fails(cut: Cut) -> bool:
+        return attempt(seed, cut, kind).where == where
+
+    cut, tries = shrink(partial(kind.make, seed), fails)
+    told = attempt(seed, cut, kind).error
     try:
-        replay(seed, cut)
+        replay(seed, cut, kind)
     except BaseException as error:  # noqa: BLE001 - shown as text
         told = "\n".join([told, *error.__notes__])
     return cut, f"{told}\nin {tries} tries cut to {cut}"
 
 
-def table(met: Counter[tuple[str, str]], console: Console) -> None:
+def table(met: Counter[tuple[str, str]], console: Console, kind: Kind) -> None:
     """Print how often each fault met each state."""
-    shown = Table("fault", *STATES, title="faults, by the state they met")
-    for fault in FAULTS:
-        cells = ("-" if (fault, s) in IMPOSSIBLE else f"{met[fault, s]:,}" for s in STATES)
-        shown.add_row(fault, *cells)
+    shown = Table("fault", *kind.states, title="faults, by the state they met")
+    for fault in kind.faults:
+        pairs = ((fault, state) for state in kind.states)
+        shown.add_row(
+            fault, *("-" if pair in kind.impossible else f"{met[pair]:,}" for pair in pairs)
+        )
     console.print(shown)
 
 
-def campaign(first: int, count: int) -> int:
+def campaign(first: int, count: int, kind: Kind = STORE) -> int:
     """Run many worlds on all cores; return how many broke a promise, or 1 for a pair never met."""
     started_s, steps, broken = time.monotonic(), 0, list[int]()
     counts, met = Counter[str](), Counter[tuple[str, str]]()
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     with Progress(*columns) as progress:
         bar = progress.add_task("worlds", total=count)
-        for outcome in attempts(range(first, first + count)):
+        for outcome in attempts(range(first, first + count), kind):
             counts.update(outcome.counts)
             met.update(outcome.met)
             steps += outcome.steps
@@ -140,21 +181,17 @@ def campaign(first: int, count: int) -> int:
                 broken.append(outcome.seed)
                 progress.console.print(f"seed {outcome.seed}: {outcome.error}", markup=False)
     took_s = time.monotonic() - started_s
-    table(met, Console(width=240))
-    missed = never_met(met)
+    table(met, Console(width=240), kind)
+    missed = kind.never_met(met)
     events = ", ".join(f"{name} {number:,}" for name, number in sorted(counts.items()))
     sys.stdout.write(
         f"{events}\n{count} worlds, {steps:,} steps, {len(broken)} broken,"
         f" {len(missed)} pairs of fault and state never met, {count / took_s:.1f} seeds/s;"
-        " python -m tests.sim SEED replays one\n"
+        f" python -m tests.sim {kind.given}SEED replays one\n"
     )
     for seed in broken[:1]:
-        sys.stdout.write(f"{cut_short(seed)[1]}\n")
-    return len(broken) or int(bool(missed) and count >= ENOUGH)
-
-
-ENOUGH = 2000
-"""Worlds after which every pair of fault and state has been met."""
+        sys.stdout.write(f"{cut_short(seed, kind)[1]}\n")
+    return len(broken) or int(bool(missed) and count >= (kind.enough or math.inf))
 
 
 def main() -> None:
@@ -162,15 +199,17 @@ def main() -> None:
     parser.add_argument("seed", type=int, nargs="?", default=0, help="the world, or the first")
     parser.add_argument("--seeds", type=int, help="run that many worlds, on all cores")
     parser.add_argument("--cut", default="{}", help="what to leave out of the world, as printed")
+    parser.add_argument("--fleet", action="store_true", help="several stores that hand over")
     parser.add_argument("--shrink", action="store_true", help="find the smallest that fails")
     given = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings in another order: another world
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.sim", *sys.argv[1:]])  # noqa: S606
+    kind = FLEET if given.fleet else STORE
     if given.seeds is not None:
-        sys.exit(campaign(given.seed, given.seeds) > 0)
+        sys.exit(campaign(given.seed, given.seeds, kind) > 0)
     if given.shrink:
-        sys.stdout.write(f"{cut_short(given.seed)[1]}\n")
+        sys.stdout.write(f"{cut_short(given.seed, kind)[1]}\n")
         return
     cut = msgspec.json.decode(given.cut, type=Cut)
-    sys.stdout.write(f"{dict(replay(given.seed, cut).counts)}\n")
+    sys.stdout.write(f"{dict(replay(given.seed, cut, kind).counts)}\n")

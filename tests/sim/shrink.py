@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Protocol
 
 from msgspec.structs import replace
 
 from tests.harness import bugs
-from tests.sim.world import FEATURES, Cut, World
+from tests.sim.world import FEATURES, Cut
 
 TRIES_MAX = 150
 
 Fails = Callable[[Cut], bool]
+
+
+class Cuttable(Protocol):
+    """A world."""
+
+    @property
+    def fault_count(self) -> int: ...
+
+    def run(self) -> None: ...
 
 
 class _Tries:
@@ -33,23 +43,22 @@ class _Tries:
         return self._fails(cut)
 
 
-def shrink(seed: int, fails: Fails) -> tuple[Cut, int]:
+def shrink(make: Callable[[Cut], Cuttable], fails: Fails) -> tuple[Cut, int]:
     """Return what can be left out of a failing world, and how many worlds were tried.
 
-    fails(cut): whether the world still fails in the same way without that.
+    make(cut): the world. fails(cut): whether it still fails in the same way without that.
     """
     tries, cut = _Tries(fails), Cut()
     cut = _fewer(tries, cut, "steps", cut.steps)
     for feature in FEATURES:
         less = replace(cut, off=(*cut.off, feature))
         cut = less if tries(less) else cut
-    cut = _without_faults(tries, cut, _count_faults(seed, cut))
+    cut = _without_faults(tries, cut, _count_faults(make(cut)))
     cut = _fewer(tries, cut, "requests", 64)
     return _fewer(tries, cut, "steps", cut.steps), tries.count
 
 
-def _count_faults(seed: int, cut: Cut) -> int:
-    world = World(seed, cut)
+def _count_faults(world: Cuttable) -> int:
     with contextlib.suppress(BaseException), bugs.escaping():  # that it fails is known
         world.run()
     return world.fault_count

@@ -55,6 +55,7 @@ class Worker:
         self._ending = False
         self._dies_ns: int | None = None  # its engine is dead, and it will be then
         self._ended: list[tuple[str, bool]] = []  # request, whether its load was good
+        self._bad_blocks: set[int] = set()
         self._over: set[int] = set()
         self._stats: Counter[str] = Counter()
         self._joiner.start()
@@ -70,7 +71,13 @@ class Worker:
     def start_loads(self, meta: StepMeta) -> None:
         for job in meta.loads:
             self.loads_open.add(job.request_id)
-            self._queue.append(job)
+            if job.in_step:
+                self._queue.appendleft(job)
+            else:
+                self._queue.append(job)
+        for job in meta.loads:
+            while job.in_step and job.request_id in self.loads_open:
+                self.copy(1)
 
     def after_forward(self, meta: StepMeta) -> None:
         for job in meta.stores:
@@ -80,10 +87,10 @@ class Worker:
         self.stores_open.add(job.job_id)
         self._queue.append(job)
 
-    @staticmethod
-    def take_bad_blocks() -> set[int]:
-        """Return none: loads here do not end in a step."""
-        return set()
+    def take_bad_blocks(self) -> set[int]:
+        """Return the engine blocks that loads in this step did not fill."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
 
     def finished_loads(self, meta: StepMeta) -> tuple[set[str], set[str]]:
         """In a step that computes nothing loads are waited for: some end in the one they began."""
@@ -159,7 +166,8 @@ class Worker:
         ok, load = False, None
         while job.session == self._session and self.wire is not None:
             if load is None:
-                deadline = LoadDeadline(*self._waits_ns, self._net.now)
+                wait_ns, limit_ns = self._waits_ns
+                deadline = LoadDeadline(0 if job.in_step else wait_ns, limit_ns, self._net.now)
                 self._deadline[job.lease] = deadline
                 load = SlotLoad(job, self._per, deadline)
             try:
@@ -179,7 +187,13 @@ class Worker:
             self.counts["waits"] += 1
             yield False
         self.loads_open.discard(job.request_id)
-        self._ended.append((job.request_id, ok))
+        if not job.in_step:
+            self._ended.append((job.request_id, ok))
+            return
+        self.counts["in_step"] += 1
+        if not ok:
+            self.counts["in_step_failed"] += 1
+            self._bad_blocks.update(job.engine.block_ids)
 
     def _is_leased(self, lease: int) -> bool:
         store = self._net.store

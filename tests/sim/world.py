@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
 from connectors.compute_pace import ComputePace
+from connectors.kv_transfer_params import NO_TRANSFER, Transfer, is_handed_over
 from kvstore.config import Config, CpuConfig, EngineConfig, ServerConfig, TierConfig
 from kvstore.core.eviction import LRU
 from kvstore.core.index import State
@@ -32,19 +34,23 @@ from kvstore.store.session import Session
 from kvstore.store.store import Store
 from kvstore.wire import engine as p
 from tests.harness.fakes import SLOT_BYTES
-from tests.reference import VOCABULARY, Request
+from tests.reference import VOCABULARY, Request, Shape
 from tests.reference.memory_tier import MemoryTier
-from tests.sim.checks import Checks, Truth
+from tests.sim.checks import Checks, Held, Truth, nothing_held
 from tests.sim.disk import SlowTier
 from tests.sim.faults import AIMED, AIMED_MAX, AIMS, BETWEEN_STEPS, KINDS, PROMOTION, STATES, inject
 from tests.sim.host import PRIORITIES, Host, make_shape
 from tests.sim.store import MS, Net, Pool
 from tests.sim.worker import Worker
 
+Params = Mapping[str, Any]  # of a hand-over
+
 STEPS = 500
 BUSY_STEPS = 450  # of these, with faults and without an end of requests
 SETTLE_STEPS = 5_000
 QUIET_TURNS = 3  # after the last request, before a world may be over
+SIZES = ((8, 1), (16, 2), (60, 3))  # of memory: slots of an extent, and how many extents
+SIZES_TO_SHARE = ((16, 2), (60, 3), (60, 3))
 REQUESTS_MAX = 8  # of an engine at one time
 CHECK_TURNS = 4  # from one look at the whole store to the next
 TRACE_LINES = 40
@@ -58,6 +64,8 @@ FEATURES = (
     "sends",
     "priorities",
     "compares",
+    "late",
+    "in step",
 )
 
 
@@ -74,11 +82,34 @@ class Cut(msgspec.Struct, frozen=True):
     off: tuple[str, ...] = ()
 
 
+def make_documents(rng: random.Random) -> list[list[int]]:
+    """Make the texts that prompts begin with."""
+    return [rng.choices(range(VOCABULARY), k=160) for _ in range(rng.choice((1, 3, 6)))]
+
+
+class Shared(msgspec.Struct):
+    """What stores that hand over to each other have in common, each in a world with one engine.
+
+    name: of the store; its engine's begins with it. transfer(engine): how it hands over. held: see
+    Checks.
+    """
+
+    name: str
+    net: Net
+    truth: Truth
+    shape: Shape
+    documents: list[list[int]]
+    transfer: Callable[[str], Transfer]
+    held: Held
+
+
 class World:
     """Everything that one seed makes."""
 
-    def __init__(self, seed: int, cut: Cut | None = None) -> None:
+    def __init__(self, seed: int, cut: Cut | None = None, shared: Shared | None = None) -> None:
+        """shared: it is one of several; see fleet."""
         self.seed = seed
+        self.shared = shared
         self.cut = cut or Cut()
         self.rng = rng = random.Random(seed)
         self._fault_rng = random.Random(seed ^ 0xFA017)
@@ -88,7 +119,7 @@ class World:
         self._aim: Callable[[World], bool] = STATES[aim]
         self._promotes = aim == PROMOTION  # seldom under way unless all is made for it
         self.tiered = (seed // 2 % 4 != 0 or self._promotes) and self._has("tier")
-        self.net: Net = Net(rng)
+        self.net: Net = Net(rng) if shared is None else shared.net
         self.net.slow = self.faults and rng.random() < 0.3 and self._has("slow")
         self.trace: deque[str] = deque(maxlen=TRACE_LINES)
         self.counts: Counter[str] = Counter()
@@ -98,21 +129,24 @@ class World:
         self.disks: list[SlowTier] = []
         self._digests: list[str] = []  # of the disks
         self._kept: dict[str, dict[BlockKey, bytes]] = {}  # what disks had when a store died
-        self.truth = Truth()
+        self.truth = Truth() if shared is None else shared.truth
         self._next_request = self._next_weights = 1
         self._arrivals = rng.choice((0.1, 0.3, 0.6))
-        self.churn = seed % 5 == 0  # slots change hands while a slow engine still reads them
+        self.churn = (
+            seed % 5 == 0 and shared is None
+        )  # slots change hands while a slow engine still reads them
         self._fault_rate = rng.choice((0.002, 0.005, 0.02)) if self.faults else 0.0
         self._kinds = rng.sample(KINDS, rng.choice((2, 5, len(KINDS))))
         self._aimed_left = AIMED_MAX
         errors = rng.choice((0.0, 0.03))
         self.read_errors = errors if self.faults and self._has("errors") else 0.0
         self.stall_ns = rng.choice((20, 200, 3_000)) * MS
-        self._documents = [self._tokens(160) for _ in range(rng.choice((1, 3, 6)))]
-        self._shape = make_shape(rng)
+        self._documents = make_documents(rng) if shared is None else shared.documents
+        self._shape = make_shape(rng) if shared is None else shared.shape
         if not self._has("priorities"):
             self._shape = msgspec.structs.replace(self._shape, by_priority=False)
-        slots, extents = (8, 1) if self.churn else rng.choice(((8, 1), (16, 2), (60, 3)))
+        sizes = SIZES if shared is None else SIZES_TO_SHARE
+        slots, extents = (8, 1) if self.churn else rng.choice(sizes)
         slots = max(slots, 8 * (len(self._shape.groups) - 1))  # a hit takes one of each group
         self._pool_of = partial(Pool, self.net.fds, extents, slots)
         self.extents, self._memory_bytes = extents, extents * slots * (SLOT_BYTES + 4)
@@ -121,7 +155,8 @@ class World:
         self.start_store()
         self.models = 2 if extents == 3 and rng.random() < 0.4 and self._has("models") else 1
         self._slowness = [rng.choice((0.0, 0.5, 0.9)) if self.faults else 0.1 for _ in range(2)]
-        self.hosts: list[Host] = [self._make_host(number) for number in range(2)]
+        engines = 2 if shared is None else 1
+        self.hosts: list[Host] = [self._make_host(number) for number in range(engines)]
         self._workers = [worker for host in self.hosts for worker in host.workers]
         self.orphans: list[Worker] = []  # of engines that died
 
@@ -130,11 +165,19 @@ class World:
 
     def _make_host(self, number: int) -> Host:
         model = f"model{number % self.models}"
-        host = Host(self.net, self.rng, f"e{number}", self._shape, model)
+        name, transfer, shared = f"e{number}", NO_TRANSFER, self.shared
+        if shared is not None:
+            name = f"{shared.name}{name}"
+            transfer = shared.transfer(name)
+        in_step = self._has("in step") and not (self.seed // 10 + number) % 2
+        what = self.net, self.rng, name, self._shape, model
+        host = Host(*what, in_step=in_step, transfer=transfer)
         if not self._has("sends"):
             host.half.delays = 0.0
         if (self.seed // 20 + number) % 2 and self._has("compares"):
             host.half.prefer_computing(ComputePace(lambda: self.net.now))
+        if (self.seed // 10 + number) % 2 and self._has("late"):
+            host.store_late()
         for worker in host.workers:
             worker.errors = self.read_errors
             worker.slowness = 0.97 if self.churn and not number else self._slowness[number]
@@ -143,9 +186,6 @@ class World:
             rank.between = self._between
         host.engine.book.ending = partial(self.truth.learn_request, host)
         return host
-
-    def _tokens(self, count: int) -> list[int]:
-        return self.rng.choices(range(VOCABULARY), k=count)
 
     def _make_config(self) -> Config:
         rng = self.rng
@@ -157,6 +197,7 @@ class World:
             defer_ns=rng.choice((0, 20, 100)) * MS,
             promote_ns=rng.choice((30, 2_000) if self._promotes else (0, 5, 30, 2_000)) * MS,
             promote_limit_ns=rng.choice((60_000, 60_000, 100)) * MS,
+            event_tokens_bytes=0,
         )
         tiers = (
             TierConfig(
@@ -179,9 +220,14 @@ class World:
         self.disks.clear()
         self._digests.clear()
         self.pool = self._pool_of()
-        store = Store(self._config, self.pool, self._make_tiers, self.net.send, self._sessions)
-        self.net.store = store
-        self.checks = Checks(store, self.pool, self.truth, self._config.engine, faults=self.faults)
+        self.net.store = store = self._make_store()
+        shared, engine = self.shared, self._config.engine
+        held = nothing_held if shared is None else shared.held
+        holes = self.faults or shared is not None  # blocks may not come, without any fault
+        self.checks = Checks(store, self.pool, self.truth, engine, faults=holes, held=held)
+
+    def _make_store(self) -> Store:
+        return Store(self._config, self.pool, self._make_tiers, self.net.send, self._sessions)
 
     def _make_tiers(self, digest: str, slot_bytes: int, memory: SlotMemory) -> Sequence[Tier]:
         if not self.tiered:
@@ -254,23 +300,8 @@ class World:
 
     def _arrive(self, host: Host) -> None:
         rng, engine = self._arrival_rng, host.engine
-        room = len(engine.requests) < REQUESTS_MAX and self._next_request <= self.cut.requests
-        if rng.random() < self._arrivals and room:
-            kept = rng.randrange(10, 70)
-            tail = 0 if rng.random() < 0.3 else rng.randrange(1, 24)
-            prompt = rng.choice(self._documents)[:kept]
-            prompt += rng.choices(range(VOCABULARY), k=tail)
-            request = Request(
-                f"{host.name}r{self._next_request}",
-                prompt,
-                rng.choice((1, 5, 20)),
-                host.shape,
-                rng.randrange(PRIORITIES),
-            )
-            self._next_request += 1
-            self.note(f"{request.request_id}: {len(prompt)} tokens")
-            engine.add(request)
-            self.truth.learn_request(host, request)
+        if rng.random() < self._arrivals and self._has_room(host):
+            self.begin(host, self._make_prompt(), rng.choice((1, 5, 20)))
         if engine.requests and rng.random() < 0.03 and self._has("aborts"):
             loading = [r for r, q in engine.requests.items() if q.state.value == "loading"]
             victim = rng.choice(loading or sorted(engine.requests))
@@ -278,6 +309,32 @@ class World:
             engine.abort(victim)
         if self._arrivals and rng.random() < 0.005:
             self.reset(host)
+
+    def _has_room(self, host: Host) -> bool:
+        many = len(host.engine.requests) >= REQUESTS_MAX
+        return not many and self._next_request <= self.cut.requests
+
+    def _make_prompt(self) -> list[int]:
+        rng = self._arrival_rng
+        kept = rng.randrange(10, 70)
+        tail = 0 if rng.random() < 0.3 else rng.randrange(1, 24)
+        prompt = rng.choice(self._documents)[:kept]
+        return prompt + rng.choices(range(VOCABULARY), k=tail)
+
+    def begin(
+        self, host: Host, prompt: Sequence[int], new: int, params: Params | None = None
+    ) -> None:
+        """Have a request arrive. params: of a hand-over."""
+        name = f"{host.name}r{self._next_request}"
+        request = Request(name, prompt, new, host.shape, self._arrival_rng.randrange(PRIORITIES))
+        if host.shape.has_state and is_handed_over(params):
+            request.leave_out_last()
+        if params is not None:
+            host.half.given[name] = params
+        self._next_request += 1
+        self.note(f"{name}: {len(prompt)} tokens")
+        host.engine.add(request)
+        self.truth.learn_request(host, request)
 
     def resize(self, extents: int) -> bool:
         """An operator gives memory a cap of so many extents."""
@@ -417,6 +474,10 @@ class World:
                 assert not left, f"{host.name}: left behind: {left}"
             assert not half._loads._loading
             assert not half._final_stores
+            handed = half._hand_overs
+            assert not handed._running
+            assert not handed._holders
+            assert not handed._unstored
             assert host.engine.free_blocks == host.shape.blocks - 1, "engine blocks leaked"
             assert host.client.session, f"{host.name} is not attached again"
             assert not any(worker.busy for worker in host.workers)

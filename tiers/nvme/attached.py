@@ -14,7 +14,7 @@ import gc
 import logging
 import shutil
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,9 +68,11 @@ class Attached:
         self.directory = Directory(Path(disk.settings.path))
         self.spaces: dict[str, DiskNamespace] = {}
         self.visits = Visits()  # of namespaces
+        self._left: Counter[str] = Counter()  # counts of those that are forgotten
         self.next_extent = 1
         self.generation = 1  # the highest that a write has had
         self.damage: TierIOError | None = None  # found while it was attached
+        self._keeps_tokens = disk.keeps_tokens
         self._blocks_max = blocks_max_of(disk.capacity_bytes)
         self._todo: deque[DiskNamespace] = deque()  # to be loaded
         self._steps: Iterator[bool] | None = None  # of the loading that has begun
@@ -97,7 +99,10 @@ class Attached:
             gc.disable()
 
     def _open(self) -> None:
-        self.index = IndexClient(self.directory.path, self._blocks_max, self.directory.lock_fd)
+        where = self.directory.path, self._blocks_max, self.directory.lock_fd
+        self.index = IndexClient(*where, tokens=self._keeps_tokens)
+        if removed := self.index.opened.tokens_removed:
+            log.info("%s: token ids of %d blocks removed: not kept now", where[0], removed)
         try:
             self._open_extents()
         except BaseException:
@@ -163,6 +168,20 @@ class Attached:
             self.wake(space)
             self.commits.hurry()
 
+    def forget(self, space: DiskNamespace) -> None:
+        """Forget a namespace that no tier uses and that has nothing on disk."""
+        del self.spaces[space.digest]
+        self._left.update(space.counts)
+
+    def take_counts(self) -> Counter[tuple[str, str]]:
+        """Return what was counted since the last call, by namespace, "" if forgotten, and event."""
+        found = Counter({("", event): count for event, count in self._left.items()})
+        self._left.clear()
+        for space in self.spaces.values():
+            found.update({(space.digest, event): n for event, n in space.counts.items()})
+            space.counts.clear()
+        return found
+
     def next_generation(self) -> int:
         """Number a write."""
         self.generation += 1
@@ -182,6 +201,7 @@ class Attached:
             if known.clearing:  # it was cleared, and that was not durable
                 self.clear(space)
             known.loading = None
+        self._left = old._left
         old.spaces, old._steps = {}, None
 
     # Records
@@ -238,14 +258,13 @@ class Attached:
                 raise found if isinstance(found, TierIOError) else TierIOError(str(found))
             page = found
 
-    def closing(self, last: Commit | None = None) -> Callable[[], None]:
+    def closing(self, last: Callable[[], None] = lambda: None) -> Callable[[], None]:
         """Return what closes all that is open now, after a last commit; safe to call twice."""
         files = self._files
 
         def close() -> None:
             try:
-                if last is not None:
-                    self.index.commit(last)
+                last()
             finally:
                 if self._todo:
                     self._todo.clear()

@@ -6,11 +6,12 @@ is part of the next one. A hurried commit does not wait for the window: slots co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from tiers.nvme.index import Record
-from tiers.nvme.messages import Commit
+from tiers.nvme.messages import Commit, token_row
 from tiers.nvme.namespace import DiskNamespace
 
 if TYPE_CHECKING:
@@ -60,6 +61,18 @@ class Commits:
 
     def _begin(self) -> None:
         self._since_s, self._hurry, self.under_way = NEVER, False, True
+        batches, work = self._take()
+        self._disk.keeper.submit(work, partial(self._ended, batches))
+
+    def last(self, *, clean: bool) -> Callable[[], None]:
+        """Return what commits all that is written as the disk is closed, though writing failed.
+
+        clean: all is in order then.
+        """
+        return self._take(clean=clean)[1]
+
+    def _take(self, *, clean: bool = False) -> tuple[list[Batch], Callable[[], None]]:
+        """Take what is in no commit; return it, and what commits it."""
         spaces = self._attached.awake
         # The index clears first: the puts that are taken next were stored after the clear.
         cleared = [space.digest for space in spaces if space.take_clear()]
@@ -69,14 +82,17 @@ class Commits:
             cleared=cleared,
             deletes={s.digest: [r.key for r in gone] for s, _, gone in batches if gone},
             puts={s.digest: [(r.key, s.value(r)) for r in puts] for s, puts, _ in batches if puts},
+            clean=clean,
         )
+        if self._disk.keeps_tokens:
+            changes.tokens = {s.digest: _token_rows(s, puts) for s, puts, _ in batches if puts}
 
         def work() -> None:
             for file in files:
                 file.sync()
             self._attached.index.commit(changes)
 
-        self._disk.keeper.submit(work, partial(self._ended, batches))
+        return batches, work
 
     def _ended(self, batches: list[Batch], error: Exception | None, now_s: float) -> None:
         self.under_way = False
@@ -85,3 +101,9 @@ class Commits:
             space.committed(puts, deletes, ok=error is None)
         if error is not None:
             self._disk.write_failed("a commit", error, now_s)
+
+
+def _token_rows(space: DiskNamespace, puts: list[Record]) -> list[tuple[int, bytes]]:
+    """Return what the index file keeps of records' token ids, where these are known."""
+    found = ((record, space.tokens_of(record.key)) for record in puts)
+    return [(r.generation, token_row(r.key, tokens)) for r, tokens in found if tokens]

@@ -16,13 +16,12 @@ from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.tenants import Share
 from kvstore.core.tier import TierContext
 from kvstore.logs import RateLog
+from kvstore.open_files import DISK_PART, extents_max
 from tiers.nvme.attached import Attached
 from tiers.nvme.block_io import TaskThread, ThreadMover, writers_of
 from tiers.nvme.directory import Look
-from tiers.nvme.files import allow_files
 from tiers.nvme.health import HANG_S, Health, HealthState, Pace
 from tiers.nvme.index_client import IndexDamagedError
-from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import DiskNamespace
 from tiers.nvme.remount import Remount
 from tiers.nvme.tier import NvmeTier, Run
@@ -40,11 +39,15 @@ _BUSY_S = 0.001  # between two polls while something is under way
 class NvmeDisk:
     """The NVMe tier of a store process."""
 
-    def __init__(self, settings: NvmeConfig) -> None:
-        """Open or make the directory. Raises ConfigError when it cannot be used."""
-        allow_files()
+    def __init__(self, settings: NvmeConfig, *, tokens: bool = False) -> None:
+        """Open or make the directory. Raises ConfigError when it cannot be used.
+
+        tokens: keep token ids of blocks beside their records.
+        """
+        self.extents_max = extents_max(DISK_PART)
         writers = writers_of(settings.threads)
         self.settings = settings
+        self.keeps_tokens = tokens
         self.capacity_bytes = settings.capacity_bytes
         self.tenants: dict[bytes, Share] = {}  # by tag
         try:
@@ -109,8 +112,8 @@ class NvmeDisk:
         old, self.attached = self.attached, fresh
         fresh.succeed(old)
         for tier in self._tiers:
-            space = fresh.spaces[tier.space.digest]
-            if space.slot_bytes == tier.space.slot_bytes:
+            space = fresh.spaces.get(tier.space.digest)
+            if space is not None and space.slot_bytes == tier.space.slot_bytes:
                 tier.use(space)
         self.health.loading(on=fresh.loading)
 
@@ -319,19 +322,23 @@ class NvmeDisk:
         time.sleep(_BUSY_S)
 
     def close(self) -> None:
-        """Commit what is written and close the directory; safe to call twice."""
+        """Commit what is written and close the directory; safe to call twice.
+
+        A disk that takes no writes just now is not waited for: the last commit is tried once.
+        """
         if self._closed:
             return
         deadline = time.monotonic() + CLOSE_S
         while time.monotonic() < deadline and not self._quiet():
             self.flush()
-        clean = self._quiet() and not self._given_up
+        clean = self._quiet()
         self._closed = True
         ended: list[Exception | None] = []
         if not self._mover.open and not self.keeper.open:
-            known = self._remount.at_home and not self.attached.loading
-            last = Commit(clean=clean) if known else None
-            self.keeper.submit(self.attached.closing(last), lambda exc, _now_s: ended.append(exc))
+            close = self.attached.closing()
+            if self._remount.at_home and not self.attached.loading and not self._given_up:
+                close = self.attached.closing(self.attached.commits.last(clean=clean))
+            self.keeper.submit(close, lambda exc, _now_s: ended.append(exc))
             while (not ended or self._watch.open) and time.monotonic() < deadline + CLOSE_S:
                 time.sleep(_BUSY_S)
                 self.keeper.poll(time.monotonic())

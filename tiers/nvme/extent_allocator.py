@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvstore.core.errors import TierFull
 from tiers.nvme.directory import Look
 from tiers.nvme.files import ExtentFile
+from tiers.nvme.health import scarce
 from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import DiskNamespace, cost
 
@@ -48,7 +49,8 @@ class ExtentAllocator:
         self._evicting: set[str] = set()  # namespaces between the low and the high mark
         self._full_until_s = float("-inf")
         self._now_s = 0.0
-        self._counted: tuple[int, int] | None = None  # bytes of all extents, and of their entries
+        # Of all extents: bytes, those of their entries, and how many there are.
+        self._counted: tuple[int, int, int] | None = None
 
     # What is taken
 
@@ -58,13 +60,16 @@ class ExtentAllocator:
         coming = [*self.making.values(), *self._removing.values(), *self._stuck.values()]
         return self._taken() + sum(coming)
 
-    def _taken(self) -> int:
+    def _count(self) -> tuple[int, int, int]:
         if self._counted is None:
             files = [file for space in self._disk.spaces for file in space.extents.values()]
             extents = sum(file.bytes for file in files)
             entries = sum(cost(file.bytes, file.slot_bytes) for file in files) - extents
-            self._counted = extents, entries + BASE_BYTES
-        extents, entries = self._counted
+            self._counted = extents, entries + BASE_BYTES, len(files)
+        return self._counted
+
+    def _taken(self) -> int:
+        extents, entries, _ = self._count()
         return extents + max(entries, self._look.index_bytes) + self._look.aside_bytes
 
     def recount(self) -> None:
@@ -102,7 +107,9 @@ class ExtentAllocator:
         return not self._fits(cost(self._disk.settings.extent_bytes, space.slot_bytes))
 
     def _fits(self, size: int) -> bool:
+        open_files = self._count()[2] + len(self.making) + len(self._removing)
         fits = self.used_bytes + size <= self._disk.capacity_bytes
+        fits = fits and open_files < self._disk.extents_max
         return fits and self._now_s >= self._full_until_s
 
     def _grow(self, space: DiskNamespace) -> bool:
@@ -146,7 +153,7 @@ class ExtentAllocator:
             space.add_extent(number, made)
             self.recount()
             self.shrink()  # the cap may be smaller by now
-        elif isinstance(made, TierFull):
+        elif isinstance(made, TierFull) or scarce(made):
             if self._full_until_s < now_s - FULL_S:
                 log.warning("%s: no new extent: %s", self._attached.directory.path, made)
             self._full_until_s = now_s + FULL_S
@@ -198,6 +205,8 @@ class ExtentAllocator:
             restless = works and self._look_after(space)
             if space.at_rest and not restless and space.digest not in self._evicting:
                 self._attached.visits.rest(space.digest)
+                if space.unused:
+                    self._attached.forget(space)
             else:
                 self._attached.wake(space)
 

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import mmap
 import os
-import resource
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -153,13 +152,6 @@ class ExtentFile:
         """Make all that is written durable. Raises OSError, TierIOError when it was closed."""
         with self as fd:
             os.fdatasync(fd)
-
-
-def allow_files() -> None:
-    """Let this process open as many files as the system allows it: every extent is one."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def address_of(block: memoryview) -> int:

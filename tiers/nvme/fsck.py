@@ -21,9 +21,10 @@ from queue import SimpleQueue
 
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.index import State
+from kvstore.open_files import files_max
 from tiers.nvme.attached import set_aside, spaces_of
 from tiers.nvme.directory import EXTENT, Directory
-from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, allow_files, stride_of
+from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, stride_of
 from tiers.nvme.fsck_report import Amount, FsckReport, Repair
 from tiers.nvme.index import Record
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
@@ -139,7 +140,7 @@ class Known:
             found = client.opened
             spaces = spaces_of(found.extents)
             self._spaces = list(spaces.values())
-            allow_files()  # all are open at one time
+            files_max()  # all are open at one time
             for number, (slot_bytes, digest) in sorted(found.extents.items()):
                 file = self._open(number, slot_bytes)
                 if file is None:

@@ -33,7 +33,7 @@ RETRY_MAX_S = 60.0
 READ_ERRORS_MAX = 3  # in a row: then it is the disk, not a block
 HANG_S = 10.0  # no disk at work takes that long; a drive gives up on a sector before
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
-_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # says nothing about the disk
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class HealthState(enum.Enum):
@@ -139,7 +139,7 @@ class Health:
 
     def look_failed(self, error: Exception, now_s: float) -> None:
         """The directory could not be looked at."""
-        if _errno(error) not in _SCARCE:
+        if not scarce(error):
             self.lost(f"the directory cannot be used: {error}", now_s)
 
     def only_reads(self, reason: str, now_s: float) -> None:
@@ -210,6 +210,11 @@ class Health:
             level, "%s: %s -> %s%s; %s",
             self._name, old.value, new.value, why, _NEXT[new].format(self._retry_s),
         )  # fmt: skip
+
+
+def scarce(error: Exception) -> bool:
+    """Tell whether this process or the system lacks something: it says nothing of the disk."""
+    return _errno(error) in _SCARCE
 
 
 def _errno(error: Exception) -> int | None:

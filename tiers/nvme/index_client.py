@@ -31,6 +31,8 @@ from tiers.nvme.messages import (
     Opened,
     Page,
     Request,
+    TokenPage,
+    Tokens,
     answers,
 )
 
@@ -128,13 +130,20 @@ class IndexClient:
     """The index on disk. Calls come from one thread, and wait for the disk."""
 
     def __init__(
-        self, folder: Path, blocks_max: int, lock_fd: int, *, read_only: bool = False
+        self,
+        folder: Path,
+        blocks_max: int,
+        lock_fd: int,
+        *,
+        read_only: bool = False,
+        tokens: bool = True,
     ) -> None:
         """Open or make it.
 
         blocks_max: that the tier can hold; the index file can grow to what these need. lock_fd:
         the lock on the directory, which lasts as long as a process can still write there.
-        read_only: change nothing, and read all of it first.
+        read_only: change nothing, and read all of it first. tokens: keep token ids; else those
+        that are there are removed.
 
         Raises IndexDamagedError, ConfigError when it is of another kind, and TierIOError when it
         cannot be read now.
@@ -144,6 +153,7 @@ class IndexClient:
         self._map_bytes = map_bytes_of(blocks_max)
         self._lock_fd = lock_fd
         self._read_only = self._verify = read_only
+        self._tokens = tokens
         self._deaths = 0  # of what was read, since a commit went well
         self._closed = False
         self.process: IndexProcess | None = None
@@ -169,6 +179,13 @@ class IndexClient:
                 raise self._error(page)
             first, ended = first + page.count, page.refused is not None
             yield page
+
+    def tokens(self, digest: str, after: int, most: int) -> TokenPage:
+        """Return blocks' token ids, as TokenPage says. Raises TierIOError."""
+        page = self._ask(Tokens(digest, after, most))
+        if not isinstance(page, TokenPage):
+            raise self._error(page)
+        return page
 
     def close(self) -> None:
         """End the process, and with it its hold on the lock; safe to call twice."""
@@ -203,7 +220,8 @@ class IndexClient:
         self._end()
         process = self.process = IndexProcess(self._lock_fd)
         where = str(self.path)
-        answer = process.ask(Open(where, self._map_bytes, self._verify, self._read_only))
+        how = self._verify, self._read_only, self._tokens
+        answer = process.ask(Open(where, self._map_bytes, *how))
         if not isinstance(answer, Opened):
             raise self._error(answer)
         self._verify, self.opened = False, answer

@@ -31,8 +31,11 @@ from tiers.nvme.messages import (
     BLOCKS,
     EXTENTS,
     FORMAT,
+    GENERATION,
     META,
     NUMBER,
+    TOKENS,
+    VALUE,
     Answer,
     Commit,
     Connection,
@@ -42,6 +45,9 @@ from tiers.nvme.messages import (
     Opened,
     Page,
     Request,
+    TokenPage,
+    Tokens,
+    of_token_row,
     requests,
 )
 
@@ -102,18 +108,27 @@ class IndexFile:
     """The open file. Raises lmdb.Error; what is_damage() tells apart."""
 
     def __init__(
-        self, path: Path, map_bytes: int, *, verify: bool = False, read_only: bool = False
+        self,
+        path: Path,
+        map_bytes: int,
+        *,
+        verify: bool = False,
+        read_only: bool = False,
+        tokens: bool = True,
     ) -> None:
         """Open it, or make it unless it is only to be read.
 
-        verify: read all of it, first without LMDB. Raises OtherFormatError, and OSError where the
-        disk cannot give it; where it is damaged, the process may die of that.
+        verify: read all of it, first without LMDB. tokens: keep token ids. Raises
+        OtherFormatError, and OSError where the disk cannot give it; where it is damaged, the
+        process may die of that.
         """
         self._path = path
         self._read_only = read_only
+        self._keeps_tokens = tokens or read_only
         self._blocks: dict[bytes, lmdb._Database] = {}  # tables by name
         self.extents: dict[int, tuple[int, str]] = {}  # number -> slot bytes, digest
         self.strays = 0  # records in tables of no namespace
+        self.tokens_removed = 0  # rows of token ids
         if verify:
             _read_plain(path / "data.mdb")
         # The store's lock on the directory is the only one: no other process reads meanwhile.
@@ -171,10 +186,14 @@ class IndexFile:
             self.commit(Commit())
             return
         self.extents = self._read_extents()
-        known = {BLOCKS + digest.encode() for _, digest in self.extents.values()}
-        for name in known & names:
+        digests = {digest.encode() for _, digest in self.extents.values()}
+        known = {kind + digest for kind in (BLOCKS, TOKENS) for digest in digests}
+        tokens = {name for name in names if name.startswith(TOKENS)}
+        gone = tokens - known if self._keeps_tokens else tokens
+        self.tokens_removed = self._drop(gone)
+        for name in known & names - gone:
             self._blocks[name] = self._env.open_db(name, create=False)
-        self.strays = self._drop(names - known - {META, EXTENTS})
+        self.strays = self._drop(names - known - tokens - {META, EXTENTS})
 
     def _drop(self, names: Iterable[bytes]) -> int:
         """Take out tables, and count their records; of a file only to be read, count them."""
@@ -191,7 +210,9 @@ class IndexFile:
         found: its format; names: its tables.
         """
         if found is None and names - {META, EXTENTS}:
-            if any(name.startswith((META, EXTENTS, BLOCKS, _FIRST_FORMAT)) for name in names):
+            if any(
+                name.startswith((META, EXTENTS, BLOCKS, TOKENS, _FIRST_FORMAT)) for name in names
+            ):
                 raise lmdb.CorruptedError(f"no table {META!r}, or an empty one")
             raise OtherFormatError(f"{path}: an LMDB file, but not an index of kvstore")
         if found not in (None, FORMAT):
@@ -229,14 +250,15 @@ class IndexFile:
                 txn.put(b"clean", b"1" if changes.clean else b"0", db=self._meta)
             for digest in changes.cleared:
                 txn.drop(self._table(txn, digest), delete=False)
+                if TOKENS + digest.encode() in self._blocks:
+                    txn.drop(self._table(txn, digest, TOKENS), delete=False)
             for digest, keys in changes.deletes.items():
-                table = self._table(txn, digest)
-                for key in keys:
-                    txn.delete(key, db=table)
+                self._delete(txn, digest, keys)
             for digest, rows in changes.puts.items():
                 table = self._table(txn, digest)
                 for key, value in rows:
                     txn.put(key, value, db=table)
+            self._commit_tokens(txn, changes)
             for number, slot_bytes, digest in changes.extents:
                 owner = NUMBER.pack(slot_bytes) + digest.encode()
                 txn.put(NUMBER.pack(number), owner, db=self._extents)
@@ -244,9 +266,39 @@ class IndexFile:
                 txn.delete(NUMBER.pack(number), db=self._extents)
         self._marked = changes.clean
 
-    def _table(self, txn: lmdb.Transaction, digest: str) -> lmdb._Database:
+    def _delete(self, txn: lmdb.Transaction, digest: str, keys: Iterable[bytes]) -> None:
+        """Take out records, each with its token ids."""
+        table, tokens = self._table(txn, digest), self._blocks.get(TOKENS + digest.encode())
+        for key in keys:
+            value = txn.pop(key, db=table)
+            if tokens is not None and value is not None and len(value) == VALUE.size:
+                txn.delete(GENERATION.pack(VALUE.unpack(value)[2]), db=tokens)
+
+    def _commit_tokens(self, txn: lmdb.Transaction, changes: Commit) -> None:
+        for digest, rows in changes.tokens.items():
+            table = self._table(txn, digest, TOKENS)
+            for generation, row in rows:
+                txn.put(GENERATION.pack(generation), row, db=table)
+
+    def tokens(self, digest: str, after: int, most: int) -> TokenPage:
+        """Return rows of token ids, those of higher generations than `after`, the lowest first."""
+        page, size = TokenPage([], last=True), 0
+        table = self._blocks.get(TOKENS + digest.encode())
+        if table is None:
+            return page
+        with self._env.begin(table) as txn, txn.cursor() as cursor:
+            there = cursor.set_range(GENERATION.pack(after + 1))
+            while there and len(page.rows) < most and size < _CHUNK_BYTES:
+                name, row = cursor.item()
+                page.rows.append((GENERATION.unpack(name)[0], *of_token_row(row)))
+                size += len(row)
+                there = cursor.next()
+        page.last = not there
+        return page
+
+    def _table(self, txn: lmdb.Transaction, digest: str, kind: bytes = BLOCKS) -> lmdb._Database:
         """Return a namespace's table, made if it is not there."""
-        name = BLOCKS + digest.encode()
+        name = kind + digest.encode()
         if name not in self._blocks:
             self._blocks[name] = self._env.open_db(name, txn=txn)
         return self._blocks[name]
@@ -311,6 +363,8 @@ class IndexServer:
                 return Failed("the index is not open")
             if isinstance(request, Load):
                 return self._page(self.file, request)
+            if isinstance(request, Tokens):
+                return self.file.tokens(request.digest, request.after, request.most)
             self._sorted = None
             self.file.commit(request)
         except _ERRORS as exc:
@@ -341,9 +395,13 @@ class IndexServer:
         self.lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # one before may hang in a write
         file = self.file = IndexFile(
-            path, request.map_bytes, verify=request.verify, read_only=request.read_only
+            path,
+            request.map_bytes,
+            verify=request.verify,
+            read_only=request.read_only,
+            tokens=request.tokens,
         )
-        return Opened(file.new, file.clean, file.strays, file.extents)
+        return Opened(file.new, file.clean, file.strays, file.extents, file.tokens_removed)
 
 
 def failed(exc: Exception) -> Failed:

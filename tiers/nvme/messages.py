@@ -5,6 +5,8 @@ The index, an LMDB file, never holds payload:
 kvstore.meta            "format", "clean"
 kvstore.extents         number (NUMBER) -> slot bytes (NUMBER), digest of its namespace
 kvstore.blocks DIGEST   block key -> VALUE, one table for each namespace
+kvstore.tokens DIGEST   generation (GENERATION) -> length of a key (NUMBER), key, token ids; only
+                        with `[engine] event_tokens`
 
 A namespace is one that has an extent: a record without an extent stands for nothing.
 
@@ -21,7 +23,9 @@ import msgspec
 
 FORMAT = b"kvstore-nvme-2"
 META, EXTENTS, BLOCKS = b"kvstore.meta", b"kvstore.extents", b"kvstore.blocks "
+TOKENS = b"kvstore.tokens "
 NUMBER = struct.Struct(">I")
+GENERATION = struct.Struct(">Q")
 VALUE = struct.Struct("<QQQQI")
 """Place (extent << 32 | position), parent's place, generation, checksum, payload bytes."""
 NOWHERE = (1 << 64) - 1
@@ -35,7 +39,8 @@ class Commit(msgspec.Struct, tag=True):
     """Make changes durable, all or none, in this order.
 
     The index is in order only after a commit that is clean. cleared: digests of namespaces, all
-    records of which go.
+    records of which go. tokens: rows of token ids by generation, by digest; those of a record that
+    is deleted go with it.
     """
 
     cleared: list[str] = []
@@ -44,19 +49,21 @@ class Commit(msgspec.Struct, tag=True):
     extents: list[tuple[int, int, str]] = []  # number, slot bytes, digest
     extents_gone: list[int] = []
     clean: bool = False
+    tokens: dict[str, list[tuple[int, bytes]]] = {}
 
 
 class Open(msgspec.Struct, tag=True):
     """The first request: open or make the index. path: of its folder; map_bytes: it can grow to.
 
     verify: read all of the file first; the process before this one has died of it. read_only:
-    change nothing.
+    change nothing. tokens: token ids are kept; else those that are there are removed.
     """
 
     path: str
     map_bytes: int
     verify: bool = False
     read_only: bool = False
+    tokens: bool = True
 
 
 class Opened(msgspec.Struct, tag=True):
@@ -70,6 +77,7 @@ class Opened(msgspec.Struct, tag=True):
     clean: bool
     strays: int
     extents: dict[int, tuple[int, str]]  # number -> slot bytes, digest
+    tokens_removed: int = 0  # blocks whose token ids were removed
 
 
 class Load(msgspec.Struct, tag=True):
@@ -96,6 +104,21 @@ class Page(msgspec.Struct, tag=True):
     refused: list[tuple[bytes, int, str]] | None = None
 
 
+class Tokens(msgspec.Struct, tag=True):
+    """Send rows of a namespace's token ids, the first of a higher generation than `after` first."""
+
+    digest: str
+    after: int
+    most: int
+
+
+class TokenPage(msgspec.Struct, tag=True):
+    """Rows: generation, key, token ids. last: there are no more."""
+
+    rows: list[tuple[int, bytes, bytes]]
+    last: bool
+
+
 class Failed(msgspec.Struct, tag=True):
     """It is not done. damaged: the file is, beyond doubt; format: it is of another kind."""
 
@@ -113,8 +136,21 @@ def row_format(width: int) -> str:
     return f"<{width}sHQIQQ?"
 
 
-Request = Open | Commit | Load
-Answer = Opened | Page | Failed | None
+def token_row(key: bytes, tokens: bytes) -> bytes:
+    """Return what the table of token ids has of a block."""
+    return NUMBER.pack(len(key)) + key + tokens
+
+
+def of_token_row(row: bytes) -> tuple[bytes, bytes]:
+    """Return the key and token ids of such a row. Raises ValueError for what is none."""
+    if len(row) < NUMBER.size:
+        raise ValueError("a row of token ids has a wrong size")
+    end = NUMBER.size + NUMBER.unpack_from(row)[0]
+    return row[NUMBER.size : end], row[end:]
+
+
+Request = Open | Commit | Load | Tokens
+Answer = Opened | Page | TokenPage | Failed | None
 M = TypeVar("M")
 
 requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, cast
 
@@ -193,6 +193,7 @@ class DiskNamespace(ExtentSlots):
         self.to_put: list[Record] = []  # READY, in the order in which they became so
         self.to_delete: list[Record] = []  # DROPPED, and in the index file
         self.leaving = 0  # DROPPED, and not free yet
+        self.tokens_of: Callable[[BlockKey], bytes] = lambda _: b""
         self._before: set[BlockKey] = set()  # could be read before the directory was closed
 
     # Records
@@ -345,6 +346,7 @@ class DiskNamespace(ExtentSlots):
         """Go on for a space whose directory was closed: what it had forgotten stays so."""
         self.counts.update(old.counts)
         self.index.changes = old.index.changes
+        self.tokens_of = old.tokens_of
         self._before = old._before
         old.index.let_go()
         self._dismantling.append(self._dismantle(old.index))
@@ -389,6 +391,11 @@ class DiskNamespace(ExtentSlots):
         """Tell whether nothing is left to do here but what will be asked for."""
         slices = self._sinking or self._emptying or self._dismantling
         return not (slices or self.pending or self.growing or self.retiring)
+
+    @property
+    def unused(self) -> bool:
+        """Tell whether no tier uses it, and nothing of it is on disk; at rest."""
+        return not (self.attached or self.extents or self.loading)
 
     # Durability
 

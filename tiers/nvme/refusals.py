@@ -11,12 +11,15 @@ from pathlib import Path
 
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError
+from kvstore.open_files import files_max
 from kvstore.owned_files import open_file, refuse_folder, writable_folder
 from kvstore.units import sized
 from tiers.nvme.attached import blocks_max_of
-from tiers.nvme.directory import taken
+from tiers.nvme.directory import EXTENT, taken
 from tiers.nvme.files import open_direct
 from tiers.nvme.index_client import map_bytes_of
+
+_OTHERS = 64  # files that a store has open besides extents
 
 
 def refuse(settings: NvmeConfig) -> None:
@@ -33,8 +36,14 @@ def refuse(settings: NvmeConfig) -> None:
             os.close(open_direct(Path(probe.name)))
         with suppress(FileNotFoundError):
             os.close(open_file(str(path / "lock"), os.O_RDWR))
+        count = sum(EXTENT.fullmatch(file.name) is not None for file in folder.iterdir())
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be used: {exc.strerror}") from exc
+    if folder == path and count + _OTHERS > files_max():
+        raise ConfigError(
+            f"{path}: cannot be used: it has {count:,} extents, and the limit of open files is"
+            f" {files_max():,}, expected at least {count + _OTHERS:,} (ulimit -n, LimitNOFILE)"
+        )
     _refuse_index(path, settings.capacity_bytes)
 
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvstore.core.errors import BlockCorrupt, TierError, TierFull, TierIOError
 from kvstore.core.index import State
-from kvstore.core.tier import TierContext
+from kvstore.core.tier import TierContext, TokenRow, TokenRows
 from kvstore.core.types import BlockKey, Changes, JobKind, JobResult, LookupResult, TransferJob
 from tiers.nvme.block_io import Move
 from tiers.nvme.files import RUN_BLOCKS_MAX
 from tiers.nvme.index import Record
+from tiers.nvme.messages import TokenPage
 from tiers.nvme.namespace import DiskNamespace
 
 if TYPE_CHECKING:
     from tiers.nvme.disk import NvmeDisk
 
+log = logging.getLogger(__name__)
+
+TOKEN_ROWS = 64  # read in one go
+TOKENS_S = 5.0  # what was read before is read again
 RUN_BYTES_MIN = 512 << 10  # below, more calls cost more than they bring
 RUN_BYTES_MAX = 4 << 20
 DRAIN_S = 20.0
@@ -66,6 +73,8 @@ class NvmeTier:
         self._open = 0
         self._results: list[JobResult] = []
         self._unreadable: Counter[BlockKey] = Counter()  # failed reads, of those that had any
+        # By mark: when it was asked for, and what has come.
+        self._token_pages: dict[int, tuple[float, list[TokenPage | Exception]]] = {}
         self.closed = False
 
     def use(self, space: DiskNamespace) -> None:
@@ -153,6 +162,50 @@ class NvmeTier:
         self.space.index.changes = Changes()
         return changes
 
+    @property
+    def blocks(self) -> int:
+        """Count the blocks that can be read, as far as they are loaded."""
+        return len(self.space.index)
+
+    def describe(self, tokens_of: Callable[[BlockKey], bytes]) -> None:
+        """Keep token ids beside records from now on, if the disk does."""
+        self.space.tokens_of = tokens_of
+
+    def token_rows(self, mark: int) -> TokenRows | None:
+        """Return readable blocks with token ids, as they were written; None: not read yet."""
+        disk, space = self._disk, self.space
+        if not disk.online or not disk.keeps_tokens:
+            return TokenRows((), mark, last=True)
+        if space.loading is not None:
+            return None
+        now_s, pages = time.monotonic(), self._token_pages
+        # Engines that attach together read the same; nobody may ask again for what was read.
+        for old in [at for at, (asked_s, _) in pages.items() if now_s - asked_s > TOKENS_S]:
+            del pages[old]
+        _, coming = pages.get(mark, (0.0, []))
+        if mark not in pages:
+            pages[mark] = now_s, coming
+            read = partial(disk.attached.index.tokens, space.digest, mark, TOKEN_ROWS)
+            disk.keeper.submit(read, lambda found, _now_s: coming.append(found))
+        if not coming:
+            return None
+        del pages[mark]
+        page = coming[0]
+        if isinstance(page, Exception):
+            log.warning("%s: token ids cannot be read: %s", space.digest[:12], page)
+            return TokenRows((), mark, last=True)
+        rows = [self._token_row(*row) for row in page.rows]
+        last = page.rows[-1][0] if page.rows else mark
+        return TokenRows([row for row in rows if row is not None], last, page.last)
+
+    def _token_row(self, generation: int, key: bytes, tokens: bytes) -> TokenRow | None:
+        """Return a row of a block that can be read, and is the very copy that it was made for."""
+        record = self.space.index.get(BlockKey(key))
+        if record is None or record.state is not State.READY or record.generation != generation:
+            return None
+        parent = None if record.parent is None else record.parent.key
+        return TokenRow(record.key, parent, tokens)
+
     def drain(self) -> None:
         """Wait until every job has a result; not for ever, should the disk hang."""
         deadline = time.monotonic() + DRAIN_S
@@ -168,6 +221,8 @@ class NvmeTier:
             self.closed = True
             self.space.attached -= 1
             self.space.index.changes = None  # take_changes() is not called any more
+            self._token_pages.clear()
+            self._disk.attached.wake(self.space)  # which may be forgotten now
 
     # Loads
 

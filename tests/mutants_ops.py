@@ -1,0 +1,104 @@
+"""Mutants of how a store ends, what is closed meanwhile, and what each turn asks."""
+
+from __future__ import annotations
+
+OPS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
+    "tiers/nvme/disk.py": (
+        (
+            "nvme_failing -k O17_what_is_written",
+            "close = self.attached.closing(self.attached.commits.last(clean=clean))",
+        ),
+    ),
+    "tiers/nvme/attached.py": (("turns -k S4_a_disk_forgets", "self._left.update(space.counts)"),),
+    "tiers/nvme/extent_allocator.py": (
+        ("open_files -k S5_a_disk", "fits = fits and open_files < self._disk.extents_max"),
+        ("open_files -k a_disk_is_full", " or scarce(made):", ":"),
+        (
+            "turns -k S4_a_disk_forgets",
+            "if space.unused:",
+        ),
+    ),
+    "tiers/nvme/tier.py": (
+        ("turns -k S4_a_disk_forgets", "self._disk.attached.wake(self.space)  # which may be"),
+    ),
+    "tiers/nvme/refusals.py": (
+        ("open_files -k S6_a_disk", "if folder == path and count + _OTHERS > files_max():"),
+    ),
+    "tiers/cpu.py": (
+        (
+            "open_files -k S5_memory",
+            "min(self.capacity_bytes, self.extents_max * self.extent_bytes)",
+            "self.capacity_bytes",
+        ),
+    ),
+    "kvstore/check.py": (("open_files -k S6_check", "if count > most:"),),
+    "kvstore/open_files.py": (
+        ("open_files -k all_files", "resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))"),
+    ),
+    "kvstore/store/tier_guard.py": (
+        (
+            "tier_guard -k S2_a_tier_that_is_slow",
+            "if took_s < CLOSE_LIMIT_S:",
+        ),
+        (
+            "tier_guard -k S2_a_tier_that_does_not_close",
+            'self._failed("close", TimeoutError(f"it has not ended for {took_s:.0f} s"))',
+        ),
+    ),
+    "kvstore/core/tiering.py": (
+        (
+            "tier_guard -k S2_a_tier_that_is_slow",
+            "if self._under_way[tier.name]:\n                tier.drain()",
+            "tier.drain()",
+        ),
+    ),
+    "kvstore/store/sessions.py": (
+        (
+            "tier_guard -k S2_a_tier_that_is_slow",
+            "retry = isinstance(exc, NotYet)",
+            "retry = False",
+        ),
+    ),
+    "kvstore/store/server.py": (
+        (
+            "tier_guard -k S2_a_store_that_ends",
+            "for plugin in self._plugins:\n            plugin.close()",
+        ),
+        (
+            "endings -k O23_a_worker_that_says",
+            "if connection.last == _GOODBYE:  # its last copy is over",
+        ),
+    ),
+    "kvstore/store/store.py": (
+        (
+            "store_disk -k O17_what_workers",
+            "p.BlocksWritten | p.Stored):",
+            "p.BlocksWritten):",
+        ),
+        (
+            "turns -k S4_a_turn_calls_no_more_for_engines",
+            "if s.stirred or seldom]",
+            "]",
+        ),
+    ),
+    "kvstore/store/tenants.py": (
+        (
+            "tenants_store -k Q42_floors",
+            "refuse_floors(tier, floors + floor_bytes, self._capacities[tier])",
+        ),
+        ("tenants_store -k Q42_floors", "refuse_floors(tier, sum(floors), capacities[tier])"),
+    ),
+    "kvstore/config.py": (
+        (
+            "tenants_store -k Q42_floors",
+            'refuse_floors(tier, floors, capacity_bytes, f"{source}: ")',
+        ),
+    ),
+    "kvstore/store/live_settings.py": (
+        (
+            "tenants_store -k Q41_a_resize",
+            "self._run(config, None)",
+            "self._run(config, config.tenants)",
+        ),
+    ),
+}

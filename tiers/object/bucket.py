@@ -1,0 +1,247 @@
+"""The bucket of a store: requests on threads, each with a deadline, and what they cost.
+
+All namespaces share it. Its loop's thread submits requests and takes their ends with poll().
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+import obstore
+from obstore.exceptions import (
+    BaseError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from obstore.store import from_url
+
+from kvstore.config import ObjectConfig
+from kvstore.core.errors import BlockCorrupt, ConfigError
+from kvstore.core.write_budget import WriteBudget
+from kvstore.units import one_line
+from tiers.object.health import CORRUPT, MISSING, OK, REFUSED, Health
+from tiers.runner import Runner
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+LOOK_S = 1.0  # for a question whether an object is there
+LOOK_THREADS = 8
+LOOKS_MIN = 2 * LOOK_THREADS  # questions that may be open in any case
+LOOKS_WAIT_S = 0.5  # no further one may, where it would wait longer than this for a thread
+TRIAL = "v1/trial"  # an object that is asked for only to see whether the bucket answers
+_REFUSALS = (PermissionDeniedError, UnauthenticatedError)
+HEAD, GET, PUT, DELETE = "head", "get", "put", "delete"
+UNSENT, TIMEOUT, ERROR = "unsent", "timeout", "error"
+_WHY_MAX = 300
+_TO_LIST = "without the right to list (s3:ListBucket) what is missing is refused, too"
+
+
+class Request(msgspec.Struct, eq=False):
+    """One request, and how it ended.
+
+    ended(request): called by poll(). size: bytes that an object has to have which is read.
+    make(): returns what is put; take(data): takes what was read, and may raise BlockCorrupt. Both
+    are called on a thread. anew: put it though an object of this name may be there. changes: once a
+    put or a deletion was sent, not only asked whether it is needed. wanted(): whether to send it
+    still, asked on the thread. took_s: from when it was sent, if it was.
+    """
+
+    verb: str
+    name: str
+    ended: Callable[[Request], None]
+    size: int = 0
+    make: Callable[[], bytes] | None = None
+    take: Callable[[memoryview], None] | None = None
+    anew: bool = False
+    changes: bool = False
+    wanted: Callable[[], bool] | None = None
+    outcome: str = ""
+    why: str = ""
+    took_s: float = 0.0
+
+
+class Rate:
+    """Requests per second: as many as of one second may come at once."""
+
+    def __init__(self, per_s: int) -> None:
+        self._per_s = self._left = float(per_s)
+        self._last_ns: int | None = None
+
+    def take(self, now_ns: int, count: int = 1) -> bool:
+        """Tell whether one more may be made now, and count it, or so many of which it is one."""
+        if self._last_ns is not None:
+            earned = (now_ns - self._last_ns) * self._per_s / 1e9
+            self._left = min(self._per_s, self._left + earned)
+        self._last_ns = now_ns
+        if self._left < 1:
+            return False
+        self._left -= count
+        return True
+
+
+def client_of(config: ObjectConfig, timeout_s: float) -> obstore.store.ObjectStore:
+    """Make a client whose requests end in time; credentials are those of the environment.
+
+    Nothing is sent. Raises ConfigError.
+    """
+    options: ClientConfig = {
+        "timeout": timedelta(seconds=timeout_s),
+        "connect_timeout": timedelta(seconds=timeout_s),
+        "allow_http": config.endpoint.startswith("http:"),
+    }
+    once: RetryConfig = {"max_retries": 0}
+    at = config.endpoint
+    try:
+        if at:
+            return from_url(config.url, endpoint=at, client_options=options, retry_config=once)
+        return from_url(config.url, client_options=options, retry_config=once)
+    except (BaseError, ValueError, TypeError) as exc:
+        raise ConfigError(f"[object] url: {reason_of(exc)}") from exc
+
+
+def reason_of(exc: Exception, *, asked: bool = True) -> str:
+    """Return the first line of an error, without what follows for developers.
+
+    asked: the request changes nothing, so a refusal may mean that nothing is there.
+    """
+    text = one_line(str(exc).partition("\n")[0], _WHY_MAX)
+    return f"{text} ({_TO_LIST})" if asked and isinstance(exc, _REFUSALS) else text
+
+
+class Bucket:
+    """Requests to one bucket; none is made while it is off."""
+
+    def __init__(self, config: ObjectConfig, secret: bytes | None) -> None:
+        """secret: 32 bytes, to encrypt objects with. Raises ConfigError."""
+        self.secret, self.run_bytes = secret, config.run_bytes
+        self.cleared = False  # tiers that are made use only what they have put
+        self.timeout_s = config.timeout_ns / 1e9
+        self.health = Health(config.url)
+        self.budget = WriteBudget(config.write_budget_bytes)
+        self.counts: Counter[str] = Counter()  # of requests, by verb and outcome; may be emptied
+        self._rate = Rate(config.requests)
+        self._look_s = 0.0  # how long questions take, as a mean of the last ones
+        self._moves = client_of(config, self.timeout_s)
+        self._looks = client_of(config, min(LOOK_S, self.timeout_s))
+        self._closed = False
+        self.put_threads = max(1, config.threads // 2)
+        self._lanes = {
+            HEAD: self._lane(HEAD, LOOK_THREADS),
+            GET: self._lane(GET, config.threads),
+            PUT: self._lane(PUT, self.put_threads),
+        }
+
+    def _lane(self, verb: str, threads: int) -> Runner[Request, Request]:
+        return Runner(f"kvstore-{verb}", self._run, _failed, threads)
+
+    # On the loop's thread
+
+    def submit(self, request: Request) -> None:
+        """Start a request, behind those of its kind."""
+        self._lanes[HEAD if request.verb == DELETE else request.verb].submit(request)
+
+    def may_look(self, now_ns: int) -> bool:
+        """Tell whether to ask for an object, and count it."""
+        if self.health.off or self._crowded or not self._rate.take(now_ns):
+            self.counts[f"{HEAD}_{UNSENT}"] += 1
+            return False
+        return True
+
+    @property
+    def _crowded(self) -> bool:
+        """Tell whether questions come faster than the bucket answers."""
+        count = self._lanes[HEAD].open
+        return count >= LOOKS_MIN and count * self._look_s > LOOK_THREADS * LOOKS_WAIT_S
+
+    def may_put(self, now_ns: int, *, anew: bool) -> bool:
+        """Tell whether to put an object, and count that, and unless anew the question before it."""
+        if self.health.off or not self.budget.left(now_ns):
+            return False
+        return self.health.writes.may_try(now_ns / 1e9) and self._rate.take(now_ns, 2 - anew)
+
+    def poll(self, now_ns: int) -> None:
+        """Take the ends of requests; ask now and then whether a bucket that is off answers."""
+        now_s = now_ns / 1e9
+        for lane in self._lanes.values():
+            for request in lane.poll():
+                self.counts[f"{request.verb}_{request.outcome}"] += 1
+                if request.verb == HEAD and request.outcome != UNSENT:
+                    self._look_s += (request.took_s - self._look_s) / (8 if self._look_s else 1)
+                if request.verb != DELETE:  # the right to delete is not needed to read or put
+                    note = self.health.wrote if request.verb == PUT else self.health.read
+                    note(request.outcome, request.why, now_s)
+                request.ended(request)
+        if self.health.off and self.health.reads.may_try(now_s):
+            self.submit(Request(HEAD, TRIAL, lambda _: None, anew=True))
+
+    def close(self) -> None:
+        """Send nothing more, and wait for what was sent."""
+        self._closed = True
+        for lane in self._lanes.values():
+            lane.close()
+
+    # On threads
+
+    def _run(self, request: Request) -> Request:
+        """Make a request."""
+        trial = request.verb == HEAD and request.anew
+        if self._closed or (self.health.off and not trial):
+            request.outcome, request.why = UNSENT, "the bucket is not used now"
+            return request
+        if request.wanted is not None and not request.wanted():
+            request.outcome, request.why = UNSENT, "nobody waits for the answer any more"
+            return request
+        began_s = time.monotonic()
+        try:
+            self._make(request)
+        except (NotFoundError, FileNotFoundError) as exc:
+            request.outcome, request.why = MISSING, reason_of(exc)
+        except _REFUSALS as exc:
+            request.outcome, request.why = REFUSED, reason_of(exc, asked=not request.changes)
+        except BlockCorrupt as exc:
+            request.outcome, request.why = CORRUPT, str(exc)
+        except (BaseError, OSError) as exc:
+            limit_s = min(LOOK_S, self.timeout_s) if request.verb == HEAD else self.timeout_s
+            late = time.monotonic() - began_s >= limit_s
+            request.outcome, request.why = TIMEOUT if late else ERROR, reason_of(exc)
+        else:
+            request.outcome = OK
+        request.took_s = time.monotonic() - began_s
+        return request
+
+    def _make(self, request: Request) -> None:
+        name = request.name
+        if request.verb == HEAD:
+            obstore.head(self._looks, name)
+        elif request.verb == DELETE:
+            request.changes = True
+            obstore.delete(self._looks, name)
+        elif request.verb == GET and request.take is not None:
+            found = obstore.get(self._moves, name)
+            size = found.meta["size"]
+            if size != request.size:  # before memory is taken for it
+                raise BlockCorrupt(f"{name}: {size} bytes, expected {request.size}")
+            request.take(memoryview(found.bytes()))
+        elif request.make is not None and (request.anew or not self._there(name)):
+            data, request.changes = request.make(), True
+            obstore.put(self._moves, name, data, use_multipart=False)
+
+    def _there(self, name: str) -> bool:
+        """Tell whether another store has put it."""
+        try:
+            obstore.head(self._moves, name)
+        except (NotFoundError, FileNotFoundError):
+            return False
+        return True
+
+
+def _failed(request: Request, exc: Exception) -> Request:
+    request.outcome, request.why = ERROR, repr(exc)
+    return request
