@@ -18,9 +18,6 @@ OPS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if space.unused:",
         ),
     ),
-    "tiers/nvme/tier.py": (
-        ("turns -k S4_a_disk_forgets", "self._disk.attached.wake(self.space)  # which may be"),
-    ),
     "tiers/nvme/refusals.py": (
         ("open_files -k S6_a_disk", "if folder == path and count + _OTHERS > files_max():"),
     ),

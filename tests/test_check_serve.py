@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "disk": (WORKS, {"nvme": DISK}),
     "side channel": (WORKS, {"peer": PEER}),
     "plug-in": (WORKS, {"tier": TIER}),
-    "more memory than there is": (WARNS, {"cpu": {"capacity": "900TiB"}}),
+    "more memory than there is": (WARNS, {"cpu": {"capacity": "8TiB", "extent": "64GiB"}}),
     "a part that fills no extent": (WARNS, {"cpu": {"capacity": "70MiB"}}),
     "more disk than there is": (WARNS, {"nvme": DISK | {"capacity": "{much}GiB"}}),
     "a file instead of a disk": (REFUSES, {"nvme": DISK | {"path": "{here}/file"}}),
