@@ -24,7 +24,7 @@ from kvstore.wire.framing import U32
 
 EVENTS_PER_STEP = 64
 EVENTS_PER_BLOCK = 4  # into memory, out of it, and the same on disk
-TOLD_BLOCKS = 128  # whose token ids a store is told of at once: a part of what a step may send
+TOLD_BLOCKS = 128  # with token ids in one item of a message; a step sends several items
 TOKENS_MAX = 1 << 20  # of described blocks; the oldest are forgotten
 HASHES_MAX = 1 << 19  # of published blocks that are several engine blocks each
 

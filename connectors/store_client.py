@@ -524,7 +524,7 @@ class StoreClient:
     def _note_changes(self, answers: p.Answers) -> None:
         """Keep what entered and left the tiers for take_changes(), if that is wanted."""
         added: Sequence[bytes] = answers.added
-        if self.collect_events:  # a block that was stored once more is told again, and is no news
+        if self.collect_events:  # a duplicate store has the store tell a key again: no event
             added = [key for key in added if key not in self.known]
             self._heard += len(answers.added) - len(added)
         for medium, stored, keys in (

@@ -15,7 +15,7 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "count = len(self._waiting)",
         ),
         ("key_news -k O24_what_waits", "if len(self._waiting) > WAITING_MAX:"),
-        ("key_news -k O24_what_waits", "                self.lost += 1\n", ""),
+        ("key_news -k O24_what_waits", "            self.lost += 1\n", ""),
         ("key_news -k O24_the_blocks", "if len(table) > KEYS_MAX // TABLES:"),
         (
             "key_news -k O16_what_came",

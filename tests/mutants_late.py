@@ -47,6 +47,11 @@ LATE: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/store/key_news.py": (
         ("key_news -k once_more", "self._waiting.setdefault((MEMORY, key))", "pass"),
+        (
+            "key_news -k O24_what_waits",
+            "key))\n            self._drop_oldest()\n",
+            "key))\n",
+        ),
     ),
     "kvstore/store/session.py": (
         ("store_blocks -k is_told_again", "self.keys.there(key)", "pass"),

@@ -299,7 +299,7 @@ def test_O26_a_source_that_says_nothing_is_late(stores: tuple[LiveStore, LiveSto
 def test_O26_a_source_that_is_waited_for_holds_up_no_other_request(
     stores: tuple[LiveStore, LiveStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its blocks are offered by nobody yet: another request of the same prompt has its answer."""
+    """No peer has offered the blocks yet: another request of the same prompt is answered."""
     _, asking = stores
     monkeypatch.setattr("kvstore.handover.consumer.ANSWER_NS", int(WAIT_S * 1e9))
     chain = hashes(3, "waited for")

@@ -512,7 +512,7 @@ def test_Q74_a_second_has_so_many_requests(s3: S3Server) -> None:
 def test_Q74_questions_to_a_slow_bucket_are_bounded_and_end_with_their_search(
     proxy: Proxy,
 ) -> None:
-    """What no thread has begun when nobody waits for it any more is not sent."""
+    """A question that still waits for a thread when its search is over is not sent."""
     proxy.slow_s = 0.3
     proxy.always("slow", "HEAD")
     with Rig(proxy.endpoint) as rig:

@@ -82,6 +82,7 @@ class KeyNews:
         """The engine has stored once more a block that memory has: tell it, though it was told."""
         if self._tables[hash(key) >> TABLE_SHIFT].get(key, 0) & MEMORY:
             self._waiting.setdefault((MEMORY, key))
+            self._drop_oldest()
         else:
             self.entered((key,), MEMORY)
 
@@ -99,9 +100,12 @@ class KeyNews:
     def _note(self, medium: int, key: BlockKey, *, stored: bool) -> None:
         if self._waiting.pop((medium, key), None) is None:  # else it is as the engine knows it
             self._waiting[medium, key] = stored
-            if len(self._waiting) > WAITING_MAX:
-                self._waiting.popitem(last=False)
-                self.lost += 1
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        if len(self._waiting) > WAITING_MAX:
+            self._waiting.popitem(last=False)
+            self.lost += 1
 
     def tell(self, key: BlockKey, medium: int) -> bool:
         """Note that the engine is told by other means where a block is; False: it knows that."""

@@ -179,7 +179,7 @@ class NvmeTier:
         if space.loading is not None:
             return None
         now_s, pages = time.monotonic(), self._token_pages
-        # Engines that attach together read the same; nobody may ask again for what was read.
+        # Engines that attach together share a page; an engine may leave before it takes its page.
         for old in [at for at, (asked_s, _) in pages.items() if now_s - asked_s > TOKENS_S]:
             del pages[old]
         _, coming = pages.get(mark, (0.0, []))

@@ -196,7 +196,7 @@ class Bucket:
             request.outcome, request.why = UNSENT, "the bucket is not used now"
             return request
         if request.wanted is not None and not request.wanted():
-            request.outcome, request.why = UNSENT, "nobody waits for the answer any more"
+            request.outcome, request.why = UNSENT, "the search that asked is over"
             return request
         began_s = time.monotonic()
         try:

@@ -76,7 +76,7 @@ class Search:
         return Run(self._form.name_of(keys[-1]), keys)
 
     def _runs(self) -> Iterator[Run]:
-        """Name what is there one by one: a long path has too many for one turn of the store."""
+        """Yield the runs that are there; a long path has too many for one turn of the store."""
         for group, numbers in self._there:
             for number in numbers:
                 yield self.run(group, number)
