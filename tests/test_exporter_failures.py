@@ -28,6 +28,7 @@ def signalled(side: Side, number: signal.Signals) -> None:
     pid = side.exporter.pid
     assert pid is not None
     os.kill(pid, number)
+    side.stopped = number == signal.SIGSTOP
 
 
 def killed(side: Side) -> None:

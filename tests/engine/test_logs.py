@@ -39,10 +39,12 @@ def test_Q31_Q32_Q33_an_engine_with_another_seed_says_so_in_vllms_log_and_the_st
 
     eventually(lambda: len(told()) >= 3, within_s=60)  # the engine has ended, its store goes on
     lines = told()
-    assert ["WARNING" in line for line in lines] == [False, True, False]
+    assert ["WARNING" in line for line in lines[:3]] == [False, True, False], lines
     assert "model llama_s" in lines[0] or "model /" in lines[0]
     assert "set the same PYTHONHASHSEED" in lines[1]
     assert lines[2].endswith("detached: the engine ends")
+    # vLLM kills a process that takes long to end: its scheduler may be back by then.
+    assert not [line for line in lines[3:] if "its scheduler" not in line], lines
 
 
 @pytest.mark.usefixtures("home")

@@ -59,6 +59,7 @@ class Side:
         self.ended: dict[int, Ended] = {}
         self.events: list[Event] = []
         self.world: Sequence[Side] = [self]  # all are served while one waits
+        self.stopped = False  # by the test: not served, since its store would end its process
         for number, extent in self.memory.items():
             self.exporter.map(number, extent.fd, self.size, writable=number == LANDING)
 
@@ -150,9 +151,10 @@ def wait(side: Side, until: Callable[[], object], limit_s: float = WAIT_S) -> No
     while not until():
         assert watch.own_s() < limit_s, "nothing came of it"
         now_ns = time.monotonic_ns()
-        nap_s = min(0.5, *(one.exporter.wait_s(now_ns) for one in side.world))
-        select.select([one.exporter.fileno() for one in side.world], [], [], nap_s)
-        for one in side.world:
+        served = [one for one in side.world if not one.stopped]
+        nap_s = min([0.5, *(one.exporter.wait_s(now_ns) for one in served)])
+        select.select([one.exporter.fileno() for one in served], [], [], nap_s)
+        for one in served:
             one.poll()
 
 
