@@ -94,6 +94,12 @@ def test_a_tier_that_is_shown_keeps_the_contract(files: Path) -> None:
     assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE)
 
 
+def test_one_block_is_in_bash_which_a_long_test_runs() -> None:
+    """tests/engine/test_by_hand.py: what is only read, or run piece by piece, is in sh."""
+    (place,) = [place for place, _ in shown("bash")]
+    assert place.startswith("docs/how-to/attach-vllm.md:")
+
+
 @pytest.mark.parametrize("block", blocks("toml"))
 def test_toml_is_a_configuration(block: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(files))
