@@ -137,6 +137,10 @@ class KnownKeys:
         """Return True if a key is known."""
         return key in self._newer or key in self._older
 
+    def all(self) -> list[bytes]:
+        """List every key."""
+        return [*self._older, *self._newer]
+
     def none_of(self, keys: Sequence[bytes]) -> bool:
         """Return True if no key is known."""
         return self._newer.isdisjoint(keys) and self._older.isdisjoint(keys)
@@ -275,8 +279,14 @@ class StoreClient:
         self._link.close(reason)
         self._link, self.session = None, 0
         self.credits.clear()
+        if self.collect_events:  # what cannot be loaded has left; a new session says what is there
+            keys = self.known.all()
+            for first in range(0, len(keys), p.NEWS_MAX):
+                part = keys[first : first + p.NEWS_MAX]
+                self._changes.append(_Keys(MEMORY, stored=False, keys=part))
         self.known = KnownKeys()
-        self._heard = 0
+        # What still waits is of no session, and counts for none.
+        self._heard = -sum(len(change.keys) for change in self._changes if change.medium)
         self.keeps_tokens = self.has_pages = False
         self._tokens, self._tokens_bytes, self._snapshot = [], 0, None
         self._asked_ns.clear()
@@ -518,6 +528,7 @@ class StoreClient:
             self.has_pages = not answers.page.last
             if answers.page.blocks:
                 self._changes.append(_Keys("", stored=True, keys=answers.page.blocks))
+                self.known.add([held.key for held in answers.page.blocks if held.memory])
         if answers.lost and self.collect_events:
             self.count("events_untold", answers.lost)
 

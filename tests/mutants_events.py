@@ -68,6 +68,17 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "connectors/store_client.py": (
         ("snapshot -k O27_a_step_tells", "_fitting(self._tokens, TOKENS_BYTES)", "None"),
+        (
+            "snapshot -k O16_what_was_in_memory",
+            "self._changes.append(_Keys(MEMORY, stored=False, keys=part))",
+            "pass",
+        ),
+        ("snapshot -k O16_what_was_in_memory", "if held.memory])", "if False])"),
+        (
+            "snapshot -k O16_what_was_in_memory",
+            "-sum(len(change.keys) for change in self._changes if change.medium)",
+            "0",
+        ),
         ("snapshot -k O27_a_step_tells", "while self._tokens_bytes > TOKENS_BYTES_MAX:"),
         (
             "snapshot -k O27_a_step_tells",

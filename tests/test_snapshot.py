@@ -437,6 +437,33 @@ def test_O27_a_block_of_several_engine_blocks_has_all_their_hashes() -> None:
     assert event.hashes == request.block_hashes[2:4]
 
 
+def test_O16_what_was_in_memory_has_left_when_the_store_is_lost() -> None:
+    """Until the engine is attached again it cannot load it; then it is told anew what is there."""
+    script, request = listening(), named(TOKENS * 130)
+    there = tuple(block_of(request, n, memory=n < 129, disk=n == 129) for n in range(100, 130))
+    own = [make_key(name, 0) for name in request.block_hashes[:100]]
+    script.inbox.append(p.Answers(added=tuple(own), page=p.Page(there, last=True)))
+    script.step()
+    while script.client._changes:
+        script.half.take_events()
+    script.client.detach("the store is gone")
+    script.attach()
+    assert script.client._heard < 0
+    assert not any(script.client.known.all_of([key]) for key in own)
+    script.inbox.append(p.Answers(page=p.Page(there[:1], last=True)))
+    script.step()
+    steps = list[list[BlockEvent]]()
+    while script.client._changes:
+        steps.append(script.half.take_events())
+    assert max(map(len, steps)) <= EVENTS_PER_STEP
+    *removed, again = [event for events in steps for event in events]
+    assert {event[:3] for event in removed} == {(MEMORY, False, 0)}
+    names = [name for event in removed for name in event.hashes]
+    assert sorted(names) == sorted(request.block_hashes[:129]), "each once, not those on disk"
+    assert again[:4] == (MEMORY, True, 0, [request.block_hashes[100]])
+    assert script.client._heard == 0, "the store that is there now has told none of these"
+
+
 def test_O27_what_is_stored_is_described_to_a_store_that_keeps_token_ids() -> None:
     for keeps in (True, False):
         script, request = listening(), Request("r", TOKENS * 5)
