@@ -124,6 +124,7 @@ class RequestLookups:
         self.late: LateStores | None = None  # None: blocks are stored when they are complete
         self._scope = b""
         self.queue = LeaseQueue()
+        self._step = 0
         self._waited_s = 0.0  # in this step
         self._timeouts = 0  # in a row
 
@@ -266,11 +267,16 @@ class RequestLookups:
         return tracked.phase is Phase.ASKED or self.queue.blocks(tracked)
 
     def defer(self, tracked: TrackedRequest) -> int | None:
-        """Answer "ask again later", or 0 when that has gone on for too long."""
+        """Answer "ask again later", or 0 when that has gone on for too long.
+
+        A step in which the engine does not ask ends the wait: it waits for itself then, for a place
+        among its running requests. The answer that comes meanwhile may have expired after it.
+        """
         now = self._client.clock()
-        if tracked.deferred_ns is None:
+        if tracked.deferred_ns is None or tracked.deferred_step < self._step - 1:
             tracked.deferred_ns = now
             self._client.count("deferred")
+        tracked.deferred_step = self._step
         limit_ns = ANSWER_LIMIT_NS + self._client.defer_ms * 1_000_000
         silent = self._client.unanswered_ns(tracked.ask) > limit_ns
         since_ns = self.queue.stuck_ns(now) if tracked.capped else tracked.deferred_ns
@@ -304,6 +310,7 @@ class RequestLookups:
     def next_step(self) -> None:
         """End a step, and with it what was waited."""
         self.queue.next_step()
+        self._step += 1
         self._waited_s = 0.0
 
     def use_scope(self, scope: bytes) -> None:

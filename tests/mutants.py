@@ -648,6 +648,12 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "connectors/request_lookups.py": (
         ("scheduler_half -k O20", "if self._client.clock() >= grant.until_ns:"),
+        ("scheduler_half -k no_place", "tracked.deferred_step < self._step - 1:", "False:"),
+        (
+            "scheduler_half -k goes_on_from_step",
+            "tracked.deferred_step < self._step - 1:",
+            "True:",
+        ),
         ("lease_queue", "self.queue.add(tracked)"),
         (
             "lease_queue -k one_at_a_time",

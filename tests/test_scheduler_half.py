@@ -262,6 +262,32 @@ def test_O8_the_limit_starts_anew_when_a_request_comes_back() -> None:
     assert script.matched(request) == (None, False), "preempted, and asked about again"
 
 
+def test_O8_while_the_engine_has_no_place_for_a_request_it_does_not_wait_for_the_store() -> None:
+    """Its answer came and expired unread: it is asked about once more, and not computed."""
+    script, request = waiting()
+    assert script.matched(request) == (None, False)
+    (lookup,) = script.lookups()
+    script.answer(lookup.ask, [0, 1], lease_ms=10_000)
+    for _ in range(2):  # steps that admit no request
+        script.now_ns += 2 * LOADING_LIMIT_NS
+        script.step()
+    assert script.matched(request) == (None, False)
+    (again,) = script.lookups()
+    script.answer(again.ask, [0, 1])
+    assert script.matched(request) == (32, True)
+    assert "timed_out" not in script.half.take_stats()
+
+
+def test_O8_a_wait_goes_on_from_step_to_step() -> None:
+    script, _, second = loading_for_two()
+    for _ in range(5):
+        assert script.matched(second) == (None, False)
+        script.step()
+        script.now_ns += LOADING_LIMIT_NS // 5
+    script.now_ns += 1
+    assert script.matched(second) == (0, False)
+
+
 # Planning the load
 
 
