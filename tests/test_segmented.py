@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvstore.core.ghosts import Ghosts
+from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
 from kvstore.core.manager import Manager
 from kvstore.core.segmented import KEPT_SHARE, RETURN_AGES, SEGMENTED, SegmentedLRU
 from kvstore.core.types import BlockKey, Chain, GroupRule, Slot
@@ -20,7 +20,7 @@ class Rig:
     """A manager that keeps what is used."""
 
     def __init__(self, slots: int = SLOTS) -> None:
-        ghosts = Ghosts(memoryview(bytearray(1 << 16)))
+        ghosts = Ghosts(memoryview(bytearray(ENTRY_BYTES << 13)))
         self.manager = Manager((GroupRule(),), generations_of(slots), ghosts, policy=SEGMENTED)
         self.manager.slots.add([Slot(number) for number in range(slots)])
         assert isinstance(self.manager._policy, SegmentedLRU)

@@ -33,7 +33,7 @@ from typing import cast
 
 from kvstore.core.errors import InvariantBroken, check
 from kvstore.core.eviction import LRU, LeafLRU
-from kvstore.core.ghosts import Ghosts
+from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
 from kvstore.core.index import Entry, Index, Node, Path, State
 from kvstore.core.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
 from kvstore.core.lookup import Answer, Below, common_hit
@@ -82,7 +82,7 @@ class Manager:
         self._outdated: dict[Slot, Entry] = {}  # was coming when all was cleared
         self._changes = Changes([], [])
         self.now_s = 0  # the caller's clock
-        self.ghosts = Ghosts(memoryview(bytearray(1024))) if ghosts is None else ghosts
+        self.ghosts = Ghosts(memoryview(bytearray(ENTRY_BYTES << 7))) if ghosts is None else ghosts
         self._aged = aged
         self._policy: Rest | TenantOrder = LeafLRU()
         if policy == SEGMENTED:
@@ -111,10 +111,12 @@ class Manager:
         """Take blocks out until `count` slots are free, or there is no other."""
         removed, free, retiring = self._changes.removed, self.slots.free, self.slots.retiring
         before, had, tenants = len(removed), len(free), self._tenants
+        reused, flags = self.slots.reused, bytearray()
         victim: Entry | None = None
         for victim in cast("Iterator[Entry]", victims):
             self.index.remove(victim)
             removed.append(victim.key)
+            flags.append(reused[victim.slot])
             if tenants is not None:
                 tenants.left(victim.key)
             if victim.slot not in retiring:
@@ -126,7 +128,7 @@ class Manager:
         above, count = victim.parent, len(removed) - before
         self._policy.freed(above)
         self.evictions[reason] += count
-        self.ghosts.add(removed[before:], self.now_s)
+        self.ghosts.add(removed[before:], self.now_s, flags)
         some = free[had : had + _SAMPLED]
         if some:
             used_s, stored_s = self.slots.used_s, self.slots.stored_s
@@ -292,6 +294,7 @@ class Manager:
     def _became_ready(self, entry: Entry, below: Entry | None) -> None:
         """A block can be read now. below: the one that becomes ready next, if any does."""
         self.slots.stored_s[entry.slot] = self.now_s
+        self.slots.reused[entry.slot] = 0
         tenants = self._tenants
         if tenants is not None:
             tenants.entered(entry.key)
@@ -470,7 +473,7 @@ class Manager:
             self._tenants.left(key)
         self.evictions[reason] += 1
         if reason == "resize":
-            self.ghosts.add((entry.key,), self.now_s)
+            self.ghosts.add((entry.key,), self.now_s, (self.slots.reused[entry.slot],))
         self._changes.removed.append(entry.key)
         self.slots.vacate(entry.slot, pinned=entry.pins > 0)
         self._policy.freed(entry.parent)

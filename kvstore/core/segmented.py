@@ -1,9 +1,15 @@
 """Which block leaves memory next: a segmented LRU of two orders, one for what was used again.
 
 A block that is stored is *new*, and the next to leave is the coldest new one. A block that a
-request uses is *kept*, with all above it. Kept blocks are up to KEPT_SHARE of memory; beyond it the
-coldest one is new again, as if it was just stored. So what is stored and never used passes through
-the rest of memory, and displaces nothing that is used, however much it is.
+request uses is *kept*, with all above it. Kept blocks are up to a share of memory; beyond it the coldest
+one is new again, as if it was just stored. So what is stored and never used passes through the rest
+of memory, and displaces nothing that is used, however much it is.
+
+The share is learned. A block that comes back and was never used would have been here if new ones
+had had more room: their share grows. One that was used would have been here if kept ones had had
+more: theirs grows, up to KEPT_SHARE. So sessions that come back after all others find their blocks,
+if memory has room for all. (As in ARC, Megiddo and Modha, FAST 2003. Here a block that was never
+used counts only while as few blocks have left since as half of what kept ones have.)
 
 A block that comes back is kept at once, if it left not too long ago: within RETURN_AGES times the
 age of the coldest kept block. One that takes longer to come back would leave again before its next
@@ -18,10 +24,11 @@ order of kept blocks; a new one that can be evicted is in that of new ones.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from kvstore.core.eviction import SKIPS_MAX, LeafLRU, evictable
-from kvstore.core.ghosts import Ghosts
+from kvstore.core.ghosts import Ghosts, Left
 from kvstore.core.index import Node, State
 from kvstore.core.slots import Slots
 
@@ -43,31 +50,56 @@ class SegmentedLRU:
         self._slots, self._ghosts = slots, ghosts
         self._new, self._kept = LeafLRU(), LeafLRU()
         self.kept = 0  # blocks
+        self._share = KEPT_SHARE
 
     def stored(self, entry: Node, now_s: int) -> None:
-        """A block can be read now."""
-        if self._returns(entry, now_s):
-            self.used(entry)
-            return
+        """A block can be read now, and those above it that were stored with it."""
+        path = self._stored_with(entry, now_s)
+        # The end of a path leaves first: what comes back of it is its beginning.
+        at = bisect_left(path, True, key=lambda node: self._ghosts.find(node.key) is not None)
+        left = self._ghosts.find(path[at].key) if at < len(path) else None
+        if left is not None:
+            self._learn(left, len(path) - at)
+            if self._stays(left, now_s):
+                self.used(path[at])
+                if not at:
+                    return
         above = entry.parent
         if above is not None and above.next is not None and not above.kept:
             self._new.remove(above)
         self._new.heat(entry)
 
-    def _returns(self, entry: Node, now_s: int) -> bool:
-        left_s = self._ghosts.left_s(entry.key)
-        if left_s is None:
-            return False
+    def _stored_with(self, entry: Node, now_s: int) -> list[Node]:
+        """List a block and those above it that were stored with it, the end of the path first."""
+        path, stored_s = [entry], self._slots.stored_s
+        above = entry.parent
+        while above is not None and above.next is None and not above.kept:
+            if stored_s[above.slot] != now_s:
+                break
+            path.append(above)
+            above = above.parent
+        return path
+
+    def _learn(self, left: Left, count: int) -> None:
+        """Blocks came back: with more room for their like they would have been here."""
+        capacity = max(1, self._slots.capacity)
+        if left.used and left.since <= capacity:
+            self._share = min(KEPT_SHARE, self._share + count / capacity)
+        elif not left.used and left.since <= self._share * capacity / 2:
+            self._share = max(0.0, self._share - count / capacity)
+
+    def _stays(self, left: Left, now_s: int) -> bool:
+        """Tell whether a block that came back is kept at once."""
         coldest = self._kept.coldest
         if coldest is None or self.kept < _FULL * self._most:
             return True
         slots = self._slots
         used_s = max(slots.used_s[coldest.slot], slots.stored_s[coldest.slot])
-        return now_s - left_s <= RETURN_AGES * (now_s - used_s)
+        return now_s - left.left_s <= RETURN_AGES * (now_s - used_s)
 
     @property
     def _most(self) -> float:
-        return KEPT_SHARE * self._slots.capacity
+        return self._share * self._slots.capacity
 
     def used(self, entry: Node) -> None:
         """A request used a block, and so all above it: they are kept, and it is the hottest."""
@@ -84,6 +116,7 @@ class SegmentedLRU:
         below = 0
         while at is not None and not at.kept and at.state is _READY:
             at.kept = 1 + below
+            self._slots.reused[at.slot] = 1
             self.kept += 1
             self._new.remove(at)
             at, below = at.parent, 1
