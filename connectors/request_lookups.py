@@ -269,8 +269,8 @@ class RequestLookups:
     def defer(self, tracked: TrackedRequest) -> int | None:
         """Answer "ask again later", or 0 when that has gone on for too long.
 
-        A step in which the engine does not ask ends the wait: it waits for itself then, for a place
-        among its running requests. The answer that comes meanwhile may have expired after it.
+        Only steps in which the engine asks count. In others it has no room for the request, and an
+        answer that came may have expired before the engine asks again.
         """
         now = self._client.clock()
         if tracked.deferred_ns is None or tracked.deferred_step < self._step - 1:

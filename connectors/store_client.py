@@ -138,8 +138,8 @@ class KnownKeys:
         return key in self._newer or key in self._older
 
     def all(self) -> list[bytes]:
-        """List every key."""
-        return [*self._older, *self._newer]
+        """List every key once."""
+        return [*(self._older - self._newer), *self._newer]
 
     def none_of(self, keys: Sequence[bytes]) -> bool:
         """Return True if no key is known."""
@@ -279,13 +279,15 @@ class StoreClient:
         self._link.close(reason)
         self._link, self.session = None, 0
         self.credits.clear()
-        if self.collect_events:  # what cannot be loaded has left; a new session says what is there
+        if (
+            self.collect_events
+        ):  # the engine cannot load these blocks: a router should not count them
             keys = self.known.all()
             for first in range(0, len(keys), p.NEWS_MAX):
                 part = keys[first : first + p.NEWS_MAX]
                 self._changes.append(_Keys(MEMORY, stored=False, keys=part))
         self.known = KnownKeys()
-        # What still waits is of no session, and counts for none.
+        # The next session's store has not sent the keys that still wait here.
         self._heard = -sum(len(change.keys) for change in self._changes if change.medium)
         self.keeps_tokens = self.has_pages = False
         self._tokens, self._tokens_bytes, self._snapshot = [], 0, None

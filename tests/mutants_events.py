@@ -69,13 +69,14 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "connectors/store_client.py": (
         ("snapshot -k O27_a_step_tells", "_fitting(self._tokens, TOKENS_BYTES)", "None"),
         (
-            "snapshot -k O16_what_was_in_memory",
+            "snapshot -k O16_an_engine_that_loses",
             "self._changes.append(_Keys(MEMORY, stored=False, keys=part))",
             "pass",
         ),
-        ("snapshot -k O16_what_was_in_memory", "if held.memory])", "if False])"),
+        ("snapshot -k O16_an_engine_that_loses", "(self._older - self._newer)", "self._older"),
+        ("snapshot -k O16_an_engine_that_loses", "if held.memory])", "if False])"),
         (
-            "snapshot -k O16_what_was_in_memory",
+            "snapshot -k O16_an_engine_that_loses",
             "-sum(len(change.keys) for change in self._changes if change.medium)",
             "0",
         ),

@@ -437,8 +437,11 @@ def test_O27_a_block_of_several_engine_blocks_has_all_their_hashes() -> None:
     assert event.hashes == request.block_hashes[2:4]
 
 
-def test_O16_what_was_in_memory_has_left_when_the_store_is_lost() -> None:
-    """Until the engine is attached again it cannot load it; then it is told anew what is there."""
+def test_O16_an_engine_that_loses_its_store_publishes_that_blocks_have_left_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once it is attached again, the store names the blocks that are still there."""
+    monkeypatch.setattr(of_client, "KNOWN_MAX", 50)  # its keys are in two sets
     script, request = listening(), named(TOKENS * 130)
     there = tuple(block_of(request, n, memory=n < 129, disk=n == 129) for n in range(100, 130))
     own = [make_key(name, 0) for name in request.block_hashes[:100]]
@@ -446,6 +449,7 @@ def test_O16_what_was_in_memory_has_left_when_the_store_is_lost() -> None:
     script.step()
     while script.client._changes:
         script.half.take_events()
+    script.client.known.add(own[:3])  # in both sets
     script.client.detach("the store is gone")
     script.attach()
     assert script.client._heard < 0
