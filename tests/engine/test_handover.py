@@ -50,7 +50,7 @@ class Patient(Node):
         folder.mkdir()
         self.direct = bool(extra.get("direct"))
         self.port = free_port()
-        patient = '[engine]\npromote = "60s"\n'
+        patient = '[engine]\npromote = "60s"\npromote_limit = "300s"\n'
         settings = f'{patient}[peer]\nlisten = "127.0.0.1:{self.port}"\n{settings}'
         store = StoreProcess(folder, CAPACITY, settings, module="tests.harness.serve_patient")
         super().__init__(model, store, ends, **extra)
