@@ -417,6 +417,8 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             ":  # else it was",
         ),
         ("segmented -k Q64_what_a_request", "victims(wanted=wanted)", "victims()"),
+        ("segmented -k was_used_has", "used.append(was_used[victim.slot])", "used.append(0)"),
+        ("segmented -k never_used", "self.slots.was_used[entry.slot] = 0", "pass"),
         (
             "segmented -k Q64_a_copy",
             "self._policy.unpinned(entry)",

@@ -404,15 +404,25 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("load_or_compute -k O21_a_hit_with_many", "LOOKS_MAX // (1 + len(below))", "LOOKS_MAX"),
     ),
     "kvstore/core/segmented.py": (
-        ("segmented -k Q64_what_comes_back", "if self._returns(entry, now_s):", "if False:"),
+        ("segmented -k Q64_what_comes_back_soon_is", "if self._stays(left, now_s):", "if False:"),
         (
             "segmented -k Q64_what_takes_longer",
-            "return now_s - left_s <= RETURN_AGES * (now_s - used_s)",
+            "return now_s - left.left_s <= RETURN_AGES * (now_s - used_s)",
             "return True",
         ),
         ("segmented -k Q64_a_prefix", "if coldest.kept == 1:  #", "if True:  #"),
-        ("segmented -k Q64_beyond", "while self.kept > most and", "while False and"),
+        ("segmented -k Q64_beyond", "self.kept > most and", "False and"),
         ("segmented -k Q64_what_a_request", "while wanted and (entry", "while (entry"),
+        ("segmented -k never_used_shrinks", "self._share - 1 / capacity", "self._share"),
+        ("segmented -k never_used_shrinks", "elif left.since <= SOON * self", "elif 1 or self"),
+        ("segmented -k was_used_has", "self._share + 1 / capacity", "self._share"),
+        ("segmented -k share_grows", "if left.since <= capacity:", "if True:"),
+        ("segmented -k share_stays", "min(KEPT_SHARE, self._share", "max(0, self._share"),
+        ("segmented -k was_used_has", "self._slots.was_used[at.slot] = 1", "pass"),
+    ),
+    "kvstore/core/ghosts.py": (
+        ("ghosts -k Q64", "self._count += 1", "pass"),
+        ("ghosts -k Q64", "- self._before[place] & _COUNT", "- self._before[place]"),
     ),
     "kvstore/core/load_paces.py": (
         (

@@ -15,11 +15,26 @@ def keys(count: int, name: str = "request") -> list[BlockKey]:
 
 
 def test_Q3_a_key_that_left_is_found_with_the_last_time() -> None:
-    ghosts = Ghosts(memoryview(bytearray(1024)))
+    ghosts = Ghosts(memoryview(bytearray(ENTRY_BYTES << 7)))
     first, second, never = keys(3)
     ghosts.add([first, second], 0)
     ghosts.add([first], 70)
     assert (ghosts.left_s(first), ghosts.left_s(second), ghosts.left_s(never)) == (70, 0, None)
+
+
+def test_Q64_a_key_that_left_is_found_with_its_use_and_how_many_left_since() -> None:
+    ghosts = Ghosts(memoryview(bytearray(ENTRY_BYTES << 7)))
+    used, other, never = keys(3)
+    assert ghosts.find(never) is None
+    ghosts.add([used, other], 5, [1, 0])
+    assert ghosts.find(used) == (5, 1, True)
+    assert ghosts.find(other) == (5, 0, False)
+    ghosts.add(keys(7, "more"), 6)
+    assert ghosts.find(used) == (5, 8, True)
+    ghosts._count += 1 << 32
+    assert ghosts.find(used) == (5, 8, True), "the count may be longer than its entry"
+    ghosts.add([used], 7, [0])
+    assert ghosts.find(used) == (7, 0, False)
 
 
 def test_Q3_of_the_last_keys_nine_in_ten_are_found_and_no_others() -> None:
@@ -35,7 +50,7 @@ def test_Q3_of_the_last_keys_nine_in_ten_are_found_and_no_others() -> None:
         assert at in (None, len(gone) - len(recent) + number)
     assert sum(ghosts.left_s(key) is not None for key in gone[:-32_768]) < 40, "it is bounded"
     assert not [key for key in keys(10_000, "other") if ghosts.left_s(key) is not None]
-    assert ghosts._table.nbytes == ghosts.entries * ENTRY_BYTES
+    assert ghosts._table.nbytes + ghosts._before.nbytes == ghosts.entries * ENTRY_BYTES
 
 
 def test_Q3_a_large_table_stops_nothing_when_it_is_made_or_as_it_fills() -> None:

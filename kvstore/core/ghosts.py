@@ -1,22 +1,35 @@
 """Which blocks have left, and when: a table of fixed size, without the blocks' names.
 
-An entry takes 8 bytes: 32 bits of its key's hash, and a time in seconds. A row has the last ROW
-keys whose hashes end alike, the newest first. So both calls cost the same however full it is, and
-nothing ever grows. What was added first makes room, roughly: of the last keys, half as many as
-there are entries, 9 of 10 are found. One key in 10^9 is taken for another.
+An entry takes 12 bytes: 31 bits of its key's hash, a time in seconds, whether the block was used,
+and the number of blocks that had left before. A row has the last ROW keys whose hashes end alike,
+the newest first. So all calls cost the same however full it is, and nothing ever grows. What was
+added first makes room, roughly: of the last keys, half as many as there are entries, 9 of 10 are
+found. One key in 10^9 is taken for another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from kvstore.core.types import BlockKey
 
 ROW = 2
-ENTRY_BYTES = 8
-_LOW = 0xFFFFFFFF
+ENTRY_BYTES = 12
+_TAG = 0xFFFFFFFE
+_USED = 1
+_COUNT = 0xFFFFFFFF
+
+
+class Left(NamedTuple):
+    """When a block left, how many have left since, and whether it had been used."""
+
+    left_s: int
+    since: int
+    used: bool
 
 
 class Ghosts:
@@ -24,30 +37,38 @@ class Ghosts:
 
     def __init__(self, memory: memoryview) -> None:
         """memory: a power of two of entries, all 0, written here only."""
-        self._table = memory.cast("Q")
-        self.entries = len(self._table)
+        self.entries = len(memory) // ENTRY_BYTES
         if self.entries < ROW or self.entries & self.entries - 1:
             raise ValueError(f"{self.entries} entries, expected a power of two")
+        end = self.entries * (ENTRY_BYTES - 4)
+        self._table, self._before = memory[:end].cast("Q"), memory[end:].cast("I")
         self._mask = self.entries - ROW
-        self._empty = True
+        self._count = 0  # of all that were added
 
-    def add(self, keys: Iterable[BlockKey], now_s: int) -> None:
-        """Note that these have left now."""
-        self._empty = False
-        table, mask, time = self._table, self._mask, now_s + 1 << 32
-        for key in keys:
+    def add(self, keys: Iterable[BlockKey], now_s: int, used: Iterable[int] = repeat(0)) -> None:
+        """Note that these have left now; used: 1 for each that was used before, else 0."""
+        table, before, mask, time = self._table, self._before, self._mask, now_s + 1 << 32
+        for key, flag in zip(keys, used, strict=False):
             hashed = xxh3_64_intdigest(key)
             at = hashed & mask
-            table[at + 1] = table[at]
-            table[at] = time | hashed >> 32 & _LOW
+            table[at + 1], before[at + 1] = table[at], before[at]
+            table[at], before[at] = time | hashed >> 32 & _TAG | flag, self._count & _COUNT
+            self._count += 1
+
+    def find(self, key: BlockKey) -> Left | None:
+        """Return how a key was last added; None if that is not known, or any more."""
+        if not self._count:
+            return None
+        hashed = xxh3_64_intdigest(key)
+        at, tag = hashed & self._mask, hashed >> 32 & _TAG
+        for place in (at, at + 1):
+            entry = self._table[place]
+            if entry and entry & _TAG == tag:
+                since = self._count - 1 - self._before[place] & _COUNT
+                return Left((entry >> 32) - 1, since, bool(entry & _USED))
+        return None
 
     def left_s(self, key: BlockKey) -> int | None:
         """Return when a key was last added; None if that is not known, or any more."""
-        if self._empty:
-            return None
-        hashed = xxh3_64_intdigest(key)
-        at, tag = hashed & self._mask, hashed >> 32 & _LOW
-        for entry in (self._table[at], self._table[at + 1]):
-            if entry and entry & _LOW == tag:
-                return (entry >> 32) - 1
-        return None
+        found = self.find(key)
+        return None if found is None else found.left_s

@@ -28,12 +28,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import cast
 
 from kvstore.core.errors import InvariantBroken, check
 from kvstore.core.eviction import LRU, LeafLRU
-from kvstore.core.ghosts import Ghosts
+from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
 from kvstore.core.index import Entry, Index, Node, Path, State
 from kvstore.core.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
 from kvstore.core.lookup import Answer, Below, common_hit
@@ -82,7 +81,7 @@ class Manager:
         self._outdated: dict[Slot, Entry] = {}  # was coming when all was cleared
         self._changes = Changes([], [])
         self.now_s = 0  # the caller's clock
-        self.ghosts = Ghosts(memoryview(bytearray(1024))) if ghosts is None else ghosts
+        self.ghosts = Ghosts(memoryview(bytearray(ENTRY_BYTES << 7))) if ghosts is None else ghosts
         self._aged = aged
         self._policy: Rest | TenantOrder = LeafLRU()
         if policy == SEGMENTED:
@@ -111,10 +110,12 @@ class Manager:
         """Take blocks out until `count` slots are free, or there is no other."""
         removed, free, retiring = self._changes.removed, self.slots.free, self.slots.retiring
         before, had, tenants = len(removed), len(free), self._tenants
+        was_used, used = self.slots.was_used, bytearray()
         victim: Entry | None = None
         for victim in cast("Iterator[Entry]", victims):
             self.index.remove(victim)
             removed.append(victim.key)
+            used.append(was_used[victim.slot])
             if tenants is not None:
                 tenants.left(victim.key)
             if victim.slot not in retiring:
@@ -126,7 +127,7 @@ class Manager:
         above, count = victim.parent, len(removed) - before
         self._policy.freed(above)
         self.evictions[reason] += count
-        self.ghosts.add(removed[before:], self.now_s)
+        self.ghosts.add(removed[before:], self.now_s, used)
         some = free[had : had + _SAMPLED]
         if some:
             used_s, stored_s = self.slots.used_s, self.slots.stored_s
@@ -209,7 +210,7 @@ class Manager:
             granted[entry.slot] = (key, parent)
             entry.slot = slot
         entry.state = _READY
-        self._became_ready(entry, None)
+        self._became_ready(entry)
         return outcome
 
     def _above(self, entry: Entry | None, parent: BlockKey | None) -> Entry | None:
@@ -285,18 +286,18 @@ class Manager:
             self._policy.freed(entry.parent)
             outcomes.append(StoreOutcome.ORPHAN if at < done else StoreOutcome.FAILED)
         self.slots.generations.grow([entry.slot for entry in ready], 1)
-        for entry, below in zip_longest(ready, ready[1:]):
-            self._became_ready(entry, below)
+        for entry in ready:
+            self._became_ready(entry)
         return outcomes
 
-    def _became_ready(self, entry: Entry, below: Entry | None) -> None:
-        """A block can be read now. below: the one that becomes ready next, if any does."""
+    def _became_ready(self, entry: Entry) -> None:
+        """A block can be read now."""
         self.slots.stored_s[entry.slot] = self.now_s
+        self.slots.was_used[entry.slot] = 0
         tenants = self._tenants
         if tenants is not None:
             tenants.entered(entry.key)
-        # A next one of its path stands for it, or will with its own last pin.
-        if not entry.pins and (below is None or below.parent is not entry):
+        if not entry.pins:  # else with its last pin
             self._policy.stored(entry, self.now_s)
         self._changes.added.append(entry.key)
         if entry.slot in self.slots.retiring:
@@ -470,7 +471,7 @@ class Manager:
             self._tenants.left(key)
         self.evictions[reason] += 1
         if reason == "resize":
-            self.ghosts.add((entry.key,), self.now_s)
+            self.ghosts.add((entry.key,), self.now_s, (self.slots.was_used[entry.slot],))
         self._changes.removed.append(entry.key)
         self.slots.vacate(entry.slot, pinned=entry.pins > 0)
         self._policy.freed(entry.parent)

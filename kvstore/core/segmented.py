@@ -1,14 +1,18 @@
-"""Which block leaves memory next: a segmented LRU of two orders, one for what was used again.
+"""Which block leaves memory next: two orders, of what was used again and of what was not.
 
-A block that is stored is *new*, and the next to leave is the coldest new one. A block that a
-request uses is *kept*, with all above it. Kept blocks are up to KEPT_SHARE of memory; beyond it the
-coldest one is new again, as if it was just stored. So what is stored and never used passes through
-the rest of memory, and displaces nothing that is used, however much it is.
+A block that is stored is *new*. One that a request uses is *kept*, with all above it. Kept blocks
+have a share of memory: while they have more, the coldest of them leaves next, else the coldest new
+one. So what is stored and never used displaces nothing that is used, however much it is. (Two
+orders: 2Q, Johnson and Shasha, VLDB 1994.)
 
-A block that comes back is kept at once, if it left not too long ago: within RETURN_AGES times the
-age of the coldest kept block. One that takes longer to come back would leave again before its next
-use. (The second list is 2Q's, Johnson and Shasha, VLDB 1994; the comparison of ages that of LIRS,
-Jiang and Zhang, SIGMETRICS 2002.)
+The share is learned, as in ARC (Megiddo and Modha, FAST 2003). A block that comes back and had been
+used would still be here if kept blocks had had more room: their share grows, up to KEPT_SHARE. One
+that comes back soon and had never been used would be here if new ones had had more: it shrinks. So
+sessions that come back one after the other find their blocks, if there is room for all.
+
+A block that comes back is kept at once if it was gone for a shorter time than RETURN_AGES times the
+age of the coldest kept block: it is likely to be used before that one. (The comparison is that of
+LIRS, Jiang and Zhang, SIGMETRICS 2002.) So of what comes back in turns and does not fit, some stay.
 
 Both orders hold the ends of paths only, as LeafLRU does. A kept block's parent is kept, too, and
 counts those below it that are; so a use walks up to the first block that is kept already, and each
@@ -21,14 +25,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvstore.core.eviction import SKIPS_MAX, LeafLRU, evictable
-from kvstore.core.ghosts import Ghosts
+from kvstore.core.ghosts import Ghosts, Left
 from kvstore.core.index import Node, State
 from kvstore.core.slots import Slots
 
 SEGMENTED = "segmented"
 KEPT_SHARE = 0.8
-"""Of the slots that are not on credit."""
-RETURN_AGES = 4
+"""The largest share of kept blocks, of the slots that are not on credit."""
+SOON = 0.125
+"""A block that was never used is back soon while fewer have left than this part of the share."""
+RETURN_AGES = 0.55
 GHOSTS = 4
 """Entries for each block in the table of those that have left: it finds half as many."""
 _FULL = 0.95  # of these: before, what comes back displaces nothing
@@ -43,31 +49,42 @@ class SegmentedLRU:
         self._slots, self._ghosts = slots, ghosts
         self._new, self._kept = LeafLRU(), LeafLRU()
         self.kept = 0  # blocks
+        self._share = KEPT_SHARE
 
     def stored(self, entry: Node, now_s: int) -> None:
         """A block can be read now."""
-        if self._returns(entry, now_s):
-            self.used(entry)
-            return
+        left = self._ghosts.find(entry.key)
+        if left is not None:
+            self._learn(left)
+            if self._stays(left, now_s):
+                self.used(entry)
+                return
         above = entry.parent
         if above is not None and above.next is not None and not above.kept:
             self._new.remove(above)
         self._new.heat(entry)
 
-    def _returns(self, entry: Node, now_s: int) -> bool:
-        left_s = self._ghosts.left_s(entry.key)
-        if left_s is None:
-            return False
+    def _learn(self, left: Left) -> None:
+        """A block came back: with more room for its like it would have been here."""
+        capacity = max(1, self._slots.capacity)
+        if left.used:
+            if left.since <= capacity:
+                self._share = min(KEPT_SHARE, self._share + 1 / capacity)
+        elif left.since <= SOON * self._share * capacity:
+            self._share = max(0.0, self._share - 1 / capacity)
+
+    def _stays(self, left: Left, now_s: int) -> bool:
+        """Tell whether a block that came back is kept at once."""
         coldest = self._kept.coldest
         if coldest is None or self.kept < _FULL * self._most:
             return True
         slots = self._slots
         used_s = max(slots.used_s[coldest.slot], slots.stored_s[coldest.slot])
-        return now_s - left_s <= RETURN_AGES * (now_s - used_s)
+        return now_s - left.left_s <= RETURN_AGES * (now_s - used_s)
 
     @property
     def _most(self) -> float:
-        return KEPT_SHARE * self._slots.capacity
+        return self._share * self._slots.capacity
 
     def used(self, entry: Node) -> None:
         """A request used a block, and so all above it: they are kept, and it is the hottest."""
@@ -76,7 +93,6 @@ class SegmentedLRU:
         if above is not None and above.next is not None:
             self._kept.remove(above)
         self._kept.heat(entry)
-        self._shrink()
 
     def keep(self, entry: Node) -> None:
         """A request used a block; others may have used what hangs below it since."""
@@ -84,6 +100,7 @@ class SegmentedLRU:
         below = 0
         while at is not None and not at.kept and at.state is _READY:
             at.kept = 1 + below
+            self._slots.was_used[at.slot] = 1
             self.kept += 1
             self._new.remove(at)
             at, below = at.parent, 1
@@ -140,13 +157,6 @@ class SegmentedLRU:
         self._kept.clear()
         self.kept = 0
 
-    def _shrink(self) -> None:
-        """Have the coldest kept blocks be new until the others are few enough."""
-        most = self._most
-        while self.kept > most and (entry := self._pop()) is not None:
-            if evictable(entry):
-                self._new.heat(entry)
-
     def _pop(self) -> Node | None:
         """Take the coldest kept block out, which is new then."""
         while (coldest := self._kept.coldest) is not None:
@@ -170,12 +180,17 @@ class SegmentedLRU:
             self._kept.cool(entry)
 
     def victims(self, *, wanted: bool = False) -> Iterator[Node]:
-        """Take the coldest new blocks out of the order, and, for what is wanted, then kept ones.
+        """Take blocks out of the orders: kept ones beyond their share, then the coldest new ones.
 
         As LeafLRU does: the caller takes each out of the index before it asks for the next.
+        wanted: for what a request uses; then kept ones, too.
         """
-        self._shrink()
-        skipped = 0
+        skipped, most = 0, self._most
+        while skipped < SKIPS_MAX and self.kept > most and (entry := self._pop()) is not None:
+            if evictable(entry):
+                yield entry
+            else:  # it is new from now on, and found below what hangs from it, or with its last pin
+                skipped += 1
         while skipped < SKIPS_MAX and (coldest := self._new.coldest) is not None:
             self._new.remove(coldest)
             above: Node | None = coldest

@@ -26,6 +26,7 @@ class Slots:
         self.total = 0  # those being retired left out
         self.stored_s = array("I")  # of the block in each slot: when it became ready
         self.used_s = array("I")  # and when it was last used itself, if that was later
+        self.was_used = bytearray()  # 1: a request used it, or one below it
         self.free: list[Slot] = []
         self.granted: dict[Slot, Write | None] = {}  # None: nothing is written there yet
         self.generations = generations
@@ -35,8 +36,10 @@ class Slots:
     def add(self, slots: Collection[Slot]) -> None:
         """Take over empty slots; the lowest are handed out first."""
         self.free.extend(sorted(slots, reverse=True))
+        new = max(0, max(slots, default=-1) + 1 - len(self.was_used))
+        self.was_used.extend(bytes(new))
         for times in (self.stored_s, self.used_s):
-            times.frombytes(bytes(4 * max(0, max(slots, default=-1) + 1 - len(times))))
+            times.frombytes(bytes(4 * new))
         self.total += len(slots)
 
     def retire(self, slots: Iterable[Slot]) -> bool:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore.store.session import Session
     from kvstore.store.token_ids import TokenIds
 
-GHOSTS_MIN, GHOSTS_MAX = 1 << 12, 1 << 22  # entries: 32 KiB to 32 MiB, taken as they are written
+GHOSTS_MIN, GHOSTS_MAX = 1 << 12, 1 << 22  # entries: 48 KiB to 48 MiB, taken as they are written
 
 
 def _ghosts(entries: int) -> Ghosts:
