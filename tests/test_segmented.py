@@ -89,7 +89,7 @@ def test_Q64_beyond_its_share_what_was_used_longest_ago_leaves_first() -> None:
 
 
 STAYED, LAST = SLOTS - KEPT, SLOTS - KEPT + 1
-"""Of so many that were used, with shrunk(): the first that stays at the start, the last to leave."""
+"""Of so many used ones, with shrunk(): the first that stays at the start, the last to leave."""
 
 
 def shrunk(rig: Rig, between: int) -> int:

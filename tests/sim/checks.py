@@ -138,9 +138,9 @@ class Checks:
         manager = namespace.manager
         became_ready = manager._became_ready
 
-        def checked(entry: Entry, below: Entry | None) -> None:
+        def checked(entry: Entry) -> None:
             self.check_bytes(namespace, (entry,))
-            became_ready(entry, below)
+            became_ready(entry)
 
         manager._became_ready = checked  # type: ignore[method-assign]
 
