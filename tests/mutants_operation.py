@@ -404,7 +404,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("load_or_compute -k O21_a_hit_with_many", "LOOKS_MAX // (1 + len(below))", "LOOKS_MAX"),
     ),
     "kvstore/core/segmented.py": (
-        ("segmented -k Q64_what_comes_back_soon_is", "if self._stays(left, now_s):", "if False:"),
+        ("segmented -k Q64_what_comes_back_soon_is", "and self._stays(left, now_s):", "and 0:"),
         (
             "segmented -k Q64_what_takes_longer",
             "return now_s - left.left_s <= RETURN_AGES * (now_s - used_s)",
@@ -414,6 +414,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("segmented -k Q64_beyond", "self.kept > most and", "False and"),
         ("segmented -k Q64_what_a_request", "while wanted and (entry", "while (entry"),
         ("segmented -k never_used_shrinks", "self._share - 1 / capacity", "self._share"),
+        ("segmented -k brought_up", "if entry.pins:\n            return", "pass"),
         ("segmented -k never_used_shrinks", "elif left.since <= SOON * self", "elif 1 or self"),
         ("segmented -k was_used_has", "self._share + 1 / capacity", "self._share"),
         ("segmented -k share_grows", "if left.since <= capacity:", "if True:"),

@@ -126,6 +126,23 @@ def test_Q64_what_comes_back_and_was_used_has_the_share_grow() -> None:
     assert rig.policy.kept == kept + 1
 
 
+def test_Q64_what_is_brought_up_for_a_request_tells_as_much() -> None:
+    rig = Rig()
+    kept = shrunk(rig, 0)
+    name = f"used {LAST}"
+    (key,) = rig.keys(name, 1)
+    slots = rig.manager.prepare_store(1)
+    rig.manager.begin_promotions([key], [None], slots)
+    lease = rig.manager.prepare_load(Chain(hashes(1, name)[0], 32, 1), 1, 1, 10**18)
+    assert lease is not None
+    rig.manager.complete_promotions(slots, 1)
+    assert [node.key for node in rig.manager.index if node.next is not None and node.pins] == []
+    rig.manager.complete_load(lease.lease_id)
+    for number in range(SLOTS):
+        rig.put(f"more {number}")
+    assert rig.policy.kept == kept + 1
+
+
 @pytest.mark.parametrize(("others", "grows"), [(SLOTS - 2, True), (SLOTS, False)])
 def test_Q64_the_share_grows_for_what_would_be_here_with_all_of_memory(
     others: int, grows: bool

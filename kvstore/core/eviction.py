@@ -83,8 +83,9 @@ class LeafLRU:
     # What the manager reports
 
     def stored(self, entry: Node, _now_s: int) -> None:
-        """A block can be read now."""
-        self.touch(entry)
+        """A block can be read now; one that is pinned enters with its last pin."""
+        if not entry.pins:
+            self.touch(entry)
 
     def used(self, entry: Node) -> None:
         """A request used a block, and so all above it."""

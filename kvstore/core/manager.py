@@ -297,8 +297,7 @@ class Manager:
         tenants = self._tenants
         if tenants is not None:
             tenants.entered(entry.key)
-        if not entry.pins:  # else with its last pin
-            self._policy.stored(entry, self.now_s)
+        self._policy.stored(entry, self.now_s)
         self._changes.added.append(entry.key)
         if entry.slot in self.slots.retiring:
             self.drop(entry.key, "resize")

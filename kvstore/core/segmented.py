@@ -52,13 +52,15 @@ class SegmentedLRU:
         self._share = KEPT_SHARE
 
     def stored(self, entry: Node, now_s: int) -> None:
-        """A block can be read now."""
+        """A block can be read now; one that is pinned enters with its last pin."""
         left = self._ghosts.find(entry.key)
         if left is not None:
             self._learn(left)
-            if self._stays(left, now_s):
-                self.used(entry)
-                return
+        if entry.pins:
+            return
+        if left is not None and self._stays(left, now_s):
+            self.used(entry)
+            return
         above = entry.parent
         if above is not None and above.next is not None and not above.kept:
             self._new.remove(above)
