@@ -92,14 +92,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
     much = str(shutil.disk_usage(here).total // GIB + 64)
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-        with socket.create_server(("127.0.0.1", 0)) as sock:
-            free = str(sock.getsockname()[1])
         stack.enter_context(contextlib.closing(listen(str(here / "taken.sock"))))
         stack.enter_context(contextlib.closing(NvmeDisk(settings_for(here / "locked"))))
         found = {}
         for number, (name, (_, changes)) in enumerate(CASES.items()):
             mine = here / str(number)
             mine.mkdir()
+            with socket.create_server(("127.0.0.1", 0)) as sock:  # one for each: all start at once
+                free = str(sock.getsockname()[1])
             table: dict[str, Any] = {
                 "server": {"socket": f"{mine}/kv.sock", "metrics": ""},
                 "cpu": {"capacity": "64MiB"},
