@@ -279,9 +279,7 @@ class StoreClient:
         self._link.close(reason)
         self._link, self.session = None, 0
         self.credits.clear()
-        if (
-            self.collect_events
-        ):  # the engine cannot load these blocks: a router should not count them
+        if self.collect_events:  # the engine cannot load these: a router should not count them
             keys = self.known.all()
             for first in range(0, len(keys), p.NEWS_MAX):
                 part = keys[first : first + p.NEWS_MAX]

@@ -608,7 +608,10 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("step_loads -k O6", "self._ended.add(request_id)"),
         ("step_loads -k O15", "= self._beside or tracked.in_step", "= self._beside"),
     ),
-    "kvstore/core/eviction.py": (("eviction -k a_mark", "if isinstance(coldest, Mark):"),),
+    "kvstore/core/eviction.py": (
+        ("manager -k no_grant_walks", "if not entry.pins:", "if True:"),
+        ("eviction -k a_mark", "if isinstance(coldest, Mark):"),
+    ),
     "connectors/step_loads.py": (
         (
             "step_loads -k O6",

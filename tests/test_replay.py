@@ -98,7 +98,7 @@ def sessions(count: int, turns: int, blocks: int, crowds: int) -> Trace:
 def test_Q64_sessions_that_come_back_in_turns_find_what_memory_has_room_for(
     room: float, default: float, lru: float
 ) -> None:
-    """Of a share that was fixed, blocks of sessions that had ended took most."""
+    """A fixed share was taken by blocks of sessions that had ended."""
     trace = sessions(20, 4, 8, 5)
     blocks = int(room * 20 * 4 * 8)
     for policy, expected in (("segmented", default), ("lru", lru)):

@@ -35,6 +35,7 @@ KEPT_SHARE = 0.8
 SOON = 0.125
 """A block that was never used is back soon while fewer have left than this part of the share."""
 RETURN_AGES = 0.55
+"""A block that was gone for so many times the age of the coldest kept one is not kept at once."""
 GHOSTS = 4
 """Entries for each block in the table of those that have left: it finds half as many."""
 _FULL = 0.95  # of these: before, what comes back displaces nothing
