@@ -9,12 +9,16 @@ import resource
 import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from kvstore import config
 from kvstore.core.errors import ConfigError
@@ -81,6 +85,70 @@ def test_S2_a_client_of_the_metrics_endpoint_that_says_nothing_is_closed(
     with socket.create_connection(("127.0.0.1", port)) as idle:
         idle.settimeout(60)
         assert idle.recv(1) == b""
+
+
+ODD_ACCEPT = ["application/openmetrics-text;version=abc", "text/plain; version=1.x"]
+
+
+@pytest.mark.parametrize("accept", ODD_ACCEPT)
+def test_S2_what_a_client_of_the_metrics_endpoint_wants_ends_in_no_traceback(
+    store: LiveStore, port: int, accept: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    eventually(lambda: up(port))
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        assert b"kvstore_lookups_total" in answer.read()
+    assert not store.server.store.sessions
+    assert capfd.readouterr().err == ""
+
+
+class _Large(Collector):
+    """More than the kernel takes for a client that does not read."""
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("large", "text " * (4 << 20), value=1)
+
+
+class _Broken(Collector):
+    def collect(self) -> Iterator[Metric]:
+        raise KeyError("a bug")
+
+
+@pytest.fixture
+def at(port: int) -> config.Address:
+    return config.Address("127.0.0.1", port)
+
+
+def test_S2_an_answer_that_is_not_read_ends_in_no_traceback(
+    at: config.Address, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics_endpoint._Handler, "timeout", 0.2)
+    before = threading.active_count()
+    stop = metrics_endpoint.start(at, _Large(), {}, lambda: None)
+    with socket.create_connection(("127.0.0.1", at.port)) as unread:
+        unread.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        unread.recv(1)
+        eventually(lambda: threading.active_count() == before + 1)
+    stop()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.meets_bugs
+def test_S2_a_bug_behind_the_metrics_endpoint_has_one_traceback_however_many_ask(
+    at: config.Address, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop = metrics_endpoint.start(at, _Broken(), {}, lambda: None)
+    for _ in range(2 * LINES_MAX):
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            scrape(at.port)
+    stop()
+    bugs = [
+        record
+        for record in caplog.records
+        if "bug of the store in what /metrics shows" in record.message
+    ]
+    assert len(bugs) == LINES_MAX
+    assert sum(bool(record.exc_info) for record in bugs) == 1
 
 
 def test_M3_a_scrape_under_load_answers_within_a_second(store: LiveStore, port: int) -> None:

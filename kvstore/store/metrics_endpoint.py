@@ -10,6 +10,7 @@ import base64
 import contextlib
 import gzip
 import hashlib
+import io
 import logging
 import re
 import socket
@@ -31,8 +32,10 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from kvstore.barrier import Barrier
 from kvstore.config import Address
 from kvstore.core.errors import ConfigError
+from kvstore.logs import RateLog
 from kvstore.metrics import TABLE, Numbers
 from kvstore.store.status import Status
 
@@ -81,6 +84,10 @@ class _Handler(WSGIRequestHandler):
     timeout = SILENT_S
 
     def log_message(self, *_: object) -> None: ...
+
+    def get_stderr(self) -> io.StringIO:
+        """Take the traceback of a client that goes, or leaves its answer unread: nobody's news."""
+        return io.StringIO()
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -137,7 +144,10 @@ def listen(address: Address) -> WSGIServer:
 
 
 def _scrape(registry: CollectorRegistry, asked: WSGIEnvironment) -> _Answer:
-    encode, kind = choose_encoder(asked.get("HTTP_ACCEPT", ""))
+    try:
+        encode, kind = choose_encoder(asked.get("HTTP_ACCEPT", ""))
+    except (TypeError, ValueError):  # it names a version that is none
+        encode, kind = choose_encoder("")
     headers, body = {"Content-Type": kind}, encode(registry)
     if "gzip" in asked.get("HTTP_ACCEPT_ENCODING", ""):
         return "200 OK", {**headers, "Content-Encoding": "gzip"}, gzip.compress(body)
@@ -182,6 +192,7 @@ def _pages(
 ) -> WSGIApplication:
     """Make the application: the status page and its data, metrics, and each probe at its path."""
     page = _status_page()
+    barrier = Barrier(RateLog(log), lambda: None)  # of several threads: a line more or less
     pages: dict[str, Callable[[WSGIEnvironment], _Answer]] = {
         PAGE: lambda _: page,
         STATUS: lambda _: _in_json(status),
@@ -199,7 +210,9 @@ def _pages(
         return pages[path](asked)
 
     def serve(asked: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
-        status, headers, body = answer(asked)
+        status, headers, body = _in_words("500 Internal Server Error", "see the store's log")
+        with barrier.around(f"what {asked['PATH_INFO']} shows"):
+            status, headers, body = answer(asked)
         start_response(status, [*headers.items(), ("Content-Length", str(len(body)))])
         return [] if asked["REQUEST_METHOD"] == "HEAD" else [body]
 
