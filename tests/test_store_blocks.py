@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.core.types import BlockKey, GroupRule, make_key
+from kvstore.core.types import BlockKey, GroupRule, LeaseId, make_key
 from kvstore.store.session import Phase
 from kvstore.wire import engine as p
 from tests.harness.fakes import (
@@ -122,6 +122,20 @@ def test_O15_what_a_worker_found_damaged_is_dropped_before_the_next_answer() -> 
     slots = engine.put(chain)
     lease = engine.hit(chain).lease
     town.say(engine.workers[0], p.Loaded(lease, 0, 0.1, u32(slots[1:2])))
+    assert blocks(engine.hit(chain)) == [0]
+
+
+def test_S2_slots_that_a_worker_calls_damaged_and_that_no_lease_has_are_not_kept() -> None:
+    town = Town()
+    engine, chain = town.attach(world=2), hashes(3)
+    slots = engine.put(chain)
+    lease = engine.hit(chain).lease
+    for first in range(1 << 20, (1 << 20) + 10_000, 1_000):
+        damaged = u32([*range(first, first + 1_000), *slots[1:2]])
+        town.say(engine.workers[0], p.Loaded(lease, 0, 0.1, damaged))
+    (session,) = town.store.sessions.values()
+    assert session.loading[LeaseId(lease)].damaged <= set(slots), "each message took megabytes"
+    town.say(engine.workers[1], p.Loaded(lease, 0, 0.1))
     assert blocks(engine.hit(chain)) == [0]
 
 

@@ -11,7 +11,7 @@ scheduler half writes none: it is not waited for.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -256,10 +256,11 @@ class Session(msgspec.Struct, eq=False):
         raise ProtocolError("a worker's message from a scheduler")
 
     def loaded(
-        self, lease: LeaseId, rank: int, damaged: Iterable[int], *, late: bool = False
+        self, lease: LeaseId, rank: int, damaged: Collection[int], *, late: bool = False
     ) -> Reading | None:
         """Note that a rank has read; what all of them have said once every rank has, None before.
 
+        damaged: of these, slots of the lease count: a worker may name any, again and again.
         A lease that has ended, or is another session's, is not kept in mind.
         """
         if self.namespace is None or not self.namespace.manager.leases.owned_by(lease, self.number):
@@ -267,7 +268,8 @@ class Session(msgspec.Struct, eq=False):
             return None
         found = self.loading.setdefault(lease, Reading())
         found.ranks.add(rank)
-        found.damaged.update(map(Slot, damaged))
+        entries = self.namespace.manager.leases.entries_of(lease) if damaged else ()
+        found.damaged.update({entry.slot for entry in entries}.intersection(map(Slot, damaged)))
         found.late = found.late or late
         if len(found.ranks) < self.world:
             return None
