@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import logging
 import os
 import re
@@ -12,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -95,9 +96,10 @@ def test_S2_what_a_client_of_the_metrics_endpoint_wants_ends_in_no_traceback(
     store: LiveStore, port: int, accept: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     eventually(lambda: up(port))
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
-    with urllib.request.urlopen(asked, timeout=60) as answer:
-        assert b"kvstore_lookups_total" in answer.read()
+    asking = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with closing(asking):
+        asking.request("GET", "/metrics", headers={"Accept": accept})
+        assert b"kvstore_lookups_total" in asking.getresponse().read()
     assert not store.server.store.sessions
     assert capfd.readouterr().err == ""
 

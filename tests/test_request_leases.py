@@ -11,11 +11,14 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
+from kvstore.core.limits import LOOKUP_BLOCKS_MAX
 from kvstore.core.manager import Manager
 from kvstore.handover import producer
 from kvstore.handover import request_leases as h
-from kvstore.handover.heartbeats import Held, Waiting
+from kvstore.handover.heartbeats import Held, Requests, Waiting
 from kvstore.handover.jobs import OwnExporter
+from kvstore.handover.links import Links
+from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, keys_of, u32
@@ -589,3 +592,28 @@ def test_S2_requests_that_are_handed_over_have_a_limit(monkeypatch: pytest.Monke
     rig.put(rig.chain)
     rig.begin("a")  # is known, and may begin again
     assert len(rig.request_leases) == 2
+
+
+def hand_over(rig: Rig, request: str, packed: bytes, width: int) -> None:
+    """Say as the engine of session 1 that a request ran, and has ended with these blocks."""
+    requests = Requests(rig.request_leases, lambda: None, cast("Links", None), lambda _: "")
+    done = p.HandedOver(request, "done", packed, width, lease_ms=1000)
+    step = p.Step(handed_over=(p.HandedOver(request, "running"), done))
+    requests.on_step(rig.source, 1, step, rig.giver.now_ns)
+
+
+def test_S2_what_requests_that_are_held_name_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h, "KEYS_MAX", 10)
+    rig, six = Rig(), b"".join(hashes(6))
+    for name in "abc":
+        hand_over(rig, name, six, 32)
+    assert len(rig.request_leases) == 1, "there is no room for what the others name"
+    assert rig.report("b") == "gone"
+    assert rig.report("a") == "released"
+    hand_over(rig, "d", six, 32)
+    assert len(rig.request_leases) == 1, "there is room again"
+
+
+def test_S2_a_request_of_more_blocks_than_a_lookup_has_is_refused() -> None:
+    with pytest.raises(ProtocolError, match=f"expected up to {LOOKUP_BLOCKS_MAX}"):
+        hand_over(Rig(), "r", bytes(LOOKUP_BLOCKS_MAX + 1), 1)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstore.core.errors import ProtocolError
+from kvstore.core.limits import LOOKUP_BLOCKS_MAX
 from kvstore.core.types import Chain
 from kvstore.handover.fetches import LEASE_MS
 from kvstore.handover.jobs import Source
@@ -120,14 +121,16 @@ class Requests:
             leases.gone(request.request, namespace.manager, session)
         elif request.width <= 0 or len(request.hashes) % request.width:
             raise ProtocolError(f"{len(request.hashes)} bytes of hashes, {request.width} each")
+        elif (blocks := len(request.hashes) // request.width) > LOOKUP_BLOCKS_MAX:
+            raise ProtocolError(f"{blocks} blocks, expected up to {LOOKUP_BLOCKS_MAX}")
         else:
             hashes, width = request.hashes, request.width
             chain = Chain(hashes, width, len(rules), request.scope, inside=1)  # whatever is asked
-            keys = [
-                chain.key(group, index)
-                for group, rule in enumerate(rules)
-                for index in range(chain.first_of(rule, chain.blocks), chain.blocks)
-            ]
+            named = [range(chain.first_of(rule, blocks), blocks) for rule in rules]
+            if not leases.has_room(sum(map(len, named))):
+                leases.gone(request.request, namespace.manager, session)
+                return
+            keys = [chain.key(group, index) for group, few in enumerate(named) for index in few]
             end_ns = now_ns + request.lease_ms * 1_000_000
             leases.done(
                 request.request,

@@ -28,6 +28,7 @@ from kvstore.core.types import BlockKey
 from kvstore.wire.peer import RequestState
 
 LATE_NS = 5_000_000_000  # what a request named is not coming when none of it came for so long
+KEYS_MAX = 1 << 22  # that all held requests name: two hundred bytes each
 PAST_MAX = 4096  # ended requests that are remembered
 
 End = Literal["released", "gone", "lapsed"]
@@ -82,12 +83,19 @@ class RequestLeases:
         self._counts = counts
         self._stored_ns: list[int] = []
         self.held_bytes = 0
+        self._keys = 0  # that those held name
 
     def __len__(self) -> int:
         """Count the requests that are running or held."""
         return len(self._leases)
 
     # What its engine says
+
+    def has_room(self, keys: int) -> bool:
+        """Tell whether a request may name so many blocks; one that may not is counted."""
+        room = self._keys + keys <= KEYS_MAX
+        self._counts["unknown"] += not room
+        return room
 
     def running(
         self, request: str, manager: Manager, slot_bytes: int, owner: int, common: str = ""
@@ -134,6 +142,7 @@ class RequestLeases:
             lease.ended_ns, lease.late_ns = now_ns, now_ns + LATE_NS
             lease.lease_ns = end_ns - now_ns
             lease.keys = tuple(keys)
+            self._keys += len(lease.keys)
             lease.missing = dict.fromkeys(lease.keys)
             if lease.wanted:
                 self._pin(lease, now_ns)
@@ -160,6 +169,7 @@ class RequestLeases:
 
     def _end(self, lease: RequestLease, how: End) -> None:
         del self._leases[lease.manager, lease.request]
+        self._keys -= len(lease.keys)
         self.held_bytes -= len(lease.pinned) * lease.slot_bytes
         lease.manager.unpin(lease.pinned)
         if lease.common:
