@@ -617,3 +617,22 @@ def test_S2_what_requests_that_are_held_name_is_bounded(monkeypatch: pytest.Monk
 def test_S2_a_request_of_more_blocks_than_a_lookup_has_is_refused() -> None:
     with pytest.raises(ProtocolError, match=f"expected up to {LOOKUP_BLOCKS_MAX}"):
         hand_over(Rig(), "r", bytes(LOOKUP_BLOCKS_MAX + 1), 1)
+
+
+def test_S2_of_blocks_that_do_not_come_a_few_are_looked_for_in_a_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(h, "LOOKS_MAX", 10)
+    rig, looks = Rig(), Counter[bytes]()
+    ready = rig.source.manager.ready
+    hand_over(rig, "many", b"".join(hashes(100, "never")), 32)
+    hand_over(rig, "few", b"".join(rig.chain), 32)
+    rig.put(rig.chain)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.source.manager, "ready", lambda key: looks.update([key]) or ready(key))
+        rig.request_leases.tick(rig.giver.now_ns)
+        assert sum(looks.values()) <= 12
+        assert rig.held == 3, "another request does not wait"
+        for _ in range(20):
+            rig.request_leases.tick(rig.giver.now_ns)
+    assert len(looks) == 103, "each has its turn"
