@@ -25,6 +25,7 @@ from kvstore import config
 from kvstore.core.errors import ConfigError
 from kvstore.logs import LINES_MAX
 from kvstore.store import metrics_endpoint
+from kvstore.store.status import Status
 from kvstore.wire import engine as p
 from tests.bench.store import free_port
 from tests.harness.fakes import blocks, hashes
@@ -104,6 +105,10 @@ def test_S2_what_a_client_of_the_metrics_endpoint_wants_ends_in_no_traceback(
     assert capfd.readouterr().err == ""
 
 
+def no_status() -> Status:
+    raise NotImplementedError
+
+
 class _Large(Collector):
     """More than the kernel takes for a client that does not read."""
 
@@ -126,7 +131,7 @@ def test_S2_an_answer_that_is_not_read_ends_in_no_traceback(
 ) -> None:
     monkeypatch.setattr(metrics_endpoint._Handler, "timeout", 0.2)
     before = threading.active_count()
-    stop = metrics_endpoint.start(at, _Large(), {}, lambda: None)
+    stop = metrics_endpoint.start(at, _Large(), {}, no_status)
     with socket.create_connection(("127.0.0.1", at.port)) as unread:
         unread.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
         unread.recv(1)
@@ -139,7 +144,7 @@ def test_S2_an_answer_that_is_not_read_ends_in_no_traceback(
 def test_S2_a_bug_behind_the_metrics_endpoint_has_one_traceback_however_many_ask(
     at: config.Address, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stop = metrics_endpoint.start(at, _Broken(), {}, lambda: None)
+    stop = metrics_endpoint.start(at, _Broken(), {}, no_status)
     for _ in range(2 * LINES_MAX):
         with pytest.raises(urllib.error.HTTPError, match="500"):
             scrape(at.port)

@@ -18,7 +18,7 @@ from connectors.store_client import BlockVersions
 from kvstore.core.errors import ProtocolError, TierError, TierIOError
 from kvstore.core.layout import PIECES_MAX, PageRun, RankPages
 from kvstore.core.types import BlockKey, Slot
-from kvstore.handover.engine_blocks import BLOCKS_MAX, Engines
+from kvstore.handover.engine_blocks import BLOCKS_MAX, NAMED_TIMES, Engines
 from kvstore.logs import LINES_MAX
 from kvstore.wire import engine as p
 from kvstore.wire.peer import RANKS_MAX
@@ -282,6 +282,22 @@ def test_what_is_shown_wrongly_is_refused(shown: p.EngineBlocks) -> None:
     made, _ = with_board()
     with pytest.raises(ProtocolError):
         made.announce(1, shown, {Slot(1), Slot(2)})
+
+
+def test_S2_an_engine_names_its_blocks_a_few_times_at_most() -> None:
+    made = engines(blocks=8)
+    assert made.take_block_versions(1) is not None
+    all_of_them, slots = u32(range(8)), {Slot(slot) for slot in range(100)}
+    for number in slots:
+        shown = p.EngineBlocks(u32([number]), (b"%d" % number,), all_of_them, u32([0] * 8))
+        made.announce(1, shown, slots)
+        if number % 2:
+            made.stored(1, number, BlockKey(b"%d" % number), ok=number % 4 == 1)
+    engine = made._engines[1]
+    kept = [place for _, place in engine.coming.values()] + [*engine.here.values()]
+    assert sum(len(place.blocks) for place in kept) == engine.named <= NAMED_TIMES * 8
+    with pytest.raises(ProtocolError, match="9 engine blocks, expected up to 8"):
+        made.announce(1, p.EngineBlocks(u32([1]), (b"a",), u32([0] * 9), u32([0] * 9)), slots)
 
 
 def test_an_engine_without_a_board_shows_nothing() -> None:

@@ -28,6 +28,7 @@ from tiers.cpu import GENERATION_BYTES, CpuExtent
 
 _said = RateLog(logging.getLogger(__name__))  # of all namespaces
 
+NAMED_TIMES = 4  # blocks of several groups, and those that an engine has overwritten since
 BLOCKS_MAX = 1 << 22  # of one engine: 67 million tokens in blocks of 16, 16 MiB of counters
 
 
@@ -52,6 +53,18 @@ class _Engine(msgspec.Struct, eq=False):
     coming: dict[int, tuple[bytes, Resident]] = {}
     here: dict[BlockKey, Resident] = {}
     by_first: dict[int, BlockKey] = {}  # by a block's first engine block
+    named: int = 0  # engine blocks that coming and here name, repeats included
+
+    def drop(self, place: Resident | None) -> None:
+        """A block that was shown is not any more."""
+        self.named -= 0 if place is None else len(place.blocks)
+
+    def trim(self) -> None:
+        """Name no more engine blocks than there are, some twice: what was shown first goes."""
+        while self.named > NAMED_TIMES * self.blocks and self.here:
+            self.drop(self.here.pop(next(iter(self.here))))
+        while self.named > NAMED_TIMES * self.blocks:
+            self.drop(self.coming.pop(next(iter(self.coming)))[1])
 
 
 class Engines:
@@ -114,22 +127,30 @@ class Engines:
             raise ProtocolError(f"{len(blocks)} engine blocks shown for {len(slots)} slots")
         if len(generations) != len(blocks) or max(blocks) >= engine.blocks:
             raise ProtocolError(f"engine blocks {blocks[:8]}, expected below {engine.blocks}")
+        if len(blocks) > engine.blocks:
+            raise ProtocolError(f"{len(blocks)} engine blocks, expected up to {engine.blocks}")
         for number, (slot, key) in enumerate(zip(slots, announced.keys, strict=True)):
             part = slice(number * per, number * per + per)
             place = Resident(session, tuple(blocks[part]), tuple(generations[part]))
             if slot in granted:  # else it is stored already
+                engine.drop(engine.coming.pop(slot, (b"", None))[1])
                 engine.coming[slot] = key, place
+                engine.named += per
+        engine.trim()
 
     def stored(self, session: int, slot: Slot, key: BlockKey, *, ok: bool) -> None:
         """Record the end of a slot's copy by all ranks; ok: find() returns the block now."""
         engine = self._engines.get(session)
         shown, place = (None, None) if engine is None else engine.coming.pop(slot, (None, None))
-        if engine is None or place is None or shown != key or not ok:
+        if engine is None or place is None:
+            return
+        if shown != key or not ok:
+            engine.drop(place)
             return
         first = place.blocks[0]
         before = engine.by_first.get(first)
-        if before is not None and before != key:
-            engine.here.pop(before, None)
+        for old in {key} if before is None else {key, before}:
+            engine.drop(engine.here.pop(old, None))
         engine.by_first[first], engine.here[key] = key, place
 
     def find(self, key: BlockKey) -> Resident | None:
