@@ -179,7 +179,7 @@ TABLE = (
          ("left", "died", "protocol", "memory", "refused", "drain", "shutdown", "internal")),
     Spec("kvstore_refused", "counter",
          "Connections and messages refused, by reason.",
-         ("reason",), ("protocol", "malformed", "outbox", "input", "internal", "user")),
+         ("reason",), ("protocol", "malformed", "outbox", "input", "internal", "user", "silent")),
     Spec("kvstore_hand_over_bytes", "gauge",
          "Memory that hand-overs hold, by state: held (for other stores), landing, quarantined.",
          ("state",)),

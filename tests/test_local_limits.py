@@ -194,6 +194,19 @@ def send_unfinished(sock: socket.socket, size: int, sent: int) -> None:
         sock.sendall(struct.pack("<I", size) + bytes(sent))
 
 
+def test_S2_connections_that_say_nothing_keep_no_engine_out(store: Kept) -> None:
+    """Without descriptors for one more, who is in no session and silent makes room."""
+    with engine(store, "first", page_bytes=1 << 16) as first, contextlib.ExitStack() as ends:
+        resource.prlimit(store.pid, resource.RLIMIT_NOFILE, (128, 128))
+        for _ in range(150):
+            silent = ends.enter_context(socket.socket(socket.AF_UNIX))
+            silent.connect(store.path)
+        eventually(lambda: "a connection cannot be taken" in store.log)
+        with engine(store, "second", page_bytes=1 << 16) as second:
+            assert blocks(second.ask(hashes(2))) == []
+        assert blocks(first.ask(hashes(2))) == [], "an engine may be silent"
+
+
 def test_S2_a_client_that_asks_and_does_not_read_is_dropped(store: Kept) -> None:
     """Each answer is longer than its question: they must not pile up within one turn."""
     engine = LiveEngine(store, "good", page_bytes=1 << 12)

@@ -68,6 +68,7 @@ _IDLE_NS = 5_000_000  # between two looks at a disk, or peers, of which nothing 
 _CLOSE_S = 0.5
 _CLOSE_TICK_S = 0.05
 _PAUSE_NS = 500_000_000  # after a connection could not be taken, for want of descriptors say
+_SILENT_S = 5.0  # without a word of a connection that is no engine's, where descriptors are short
 _FLUSH_S = 30.0  # without a block that was kept
 _FLUSH_LIMIT_S = 600.0
 _BACK_S = 7.0  # for a disk that fails meanwhile: it is tried again after 5 s
@@ -88,6 +89,7 @@ class _Connection:
         self.outbox_bytes = 0
         self.known = False  # it is part of a session
         self.refused = False  # it hears why, and is dropped
+        self.heard_s = time.monotonic()  # when something came last
         self.parted = False  # nothing more is taken of it, or said: its own end is waited for
         self.last = b""  # that it said then
         self.events = selectors.EVENT_READ
@@ -388,6 +390,7 @@ class Server:
         except OSError as exc:
             if exc.errno not in (errno.EAGAIN, errno.ECONNABORTED):
                 self._said.warn("connections not taken", "a connection cannot be taken: %s", exc)
+                self._drop_silent()
                 self._selector.unregister(self._listener.sock)
                 self._accept_ns = time.monotonic_ns() + _PAUSE_NS
             return
@@ -401,6 +404,14 @@ class Server:
         self._next += 1
         self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _drop_silent(self) -> None:
+        """Descriptors are short: drop who is no engine's part, and has said nothing for a while."""
+        until_s = time.monotonic() - _SILENT_S
+        for connection in list(self._connections.values()):
+            if not connection.known and connection.heard_s < until_s:
+                self.store.numbers.add("kvstore_refused", "silent")
+                self._drop(connection)
 
     def _refuse(self, sock: socket.socket, uid: int) -> None:
         reason = f"uid {uid} may not attach: [server] allow does not name it"
@@ -421,6 +432,7 @@ class Server:
         if not data:
             self._drop(connection)
             return
+        connection.heard_s = time.monotonic()
         if connection.refused or connection.parted:
             connection.last = (connection.last + data)[-len(_GOODBYE) :]
             return
