@@ -23,9 +23,10 @@ from kvstore.core.limits import TENANTS_MAX
 from kvstore.settings import settings_of
 from kvstore.store import admin
 from kvstore.store.live_settings import LIVE, LiveSettings
+from kvstore.wire import engine as p
 from kvstore.wire.credentials import Process
 from tests.bench.store import StoreProcess
-from tests.harness.live import LiveEngine, LiveStore, engine, eventually, store_settings
+from tests.harness.live import Client, LiveEngine, LiveStore, engine, eventually, store_settings
 from tests.harness.script import hashes
 
 END_S = 5.0  # that a store may take to end
@@ -266,6 +267,25 @@ def test_Q20_a_file_system_that_hangs_holds_neither_lookups_nor_the_end(tmp_path
                 process.kill()
     assert "Traceback" not in store.log_path.read_text()
     assert store.log_path.read_text().count("settings not reloaded") >= 4
+
+
+def test_Q20_many_reloads_at_once_are_read_once_or_twice_and_all_answered(tmp_path: Path) -> None:
+    """The last of them sees what the file has by then; no file system is said to hang."""
+    with StoreProcess(tmp_path, "16MiB", scraped=False) as store:
+        asking = [Client(store.path) for _ in range(3)]
+        for each in asking:
+            each.send(*[p.Query("reload")] * 20)
+            os.kill(store.pid, signal.SIGHUP)
+        text = store.config_path.read_text()
+        store.config_path.write_text(text.replace("16MiB", "48MiB"))
+        os.kill(store.pid, signal.SIGHUP)
+        for each in asking:
+            for _ in range(20):
+                assert b'"error":""' in each.take(p.Report).body
+            each.close()
+        eventually(lambda: "cpu capacity: 48MiB now, was 16MiB" in store.log_path.read_text())
+    assert "file system hang" not in store.log_path.read_text()
+    assert store.log_path.read_text().count("settings reloaded") < 20
 
 
 def test_Q20_sighup_reloads_and_ends_no_store(

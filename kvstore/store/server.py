@@ -183,6 +183,8 @@ class Server:
         self.store.not_ready = self.health.not_ready
         self._edge = EdgeThread()
         self._hung_up = False  # SIGHUP came
+        self._reloading = False
+        self._reload_next: list[int | None] = []  # who wants one that begins after this one
         barrier = Barrier(self._said, self.store.met_a_bug)
         self._around_edge = barrier.around("a reload")
         self._around_curves = barrier.around("predicted hit rates")
@@ -280,20 +282,26 @@ class Server:
         """Reload the settings in the next turn; a signal handler."""
         self._hung_up = True
 
-    def _reload(self, connection: int | None) -> None:
-        """Read the file of settings again, elsewhere; the answer goes to a connection, and the log.
+    def _reload(self, *wanted: int | None) -> None:
+        """Read the file of settings again, elsewhere; the answer goes to connections, and the log.
 
-        Raises ProtocolError where there is none.
+        What comes meanwhile is one more reading. Raises ProtocolError where there is no file.
         """
         source = self.store.source
         if source is None:
             log.warning("SIGHUP: this store has no file of settings to read again")
-            return
-        reading = self._edge.read_settings(Path(source.path))
-        self._edge.start(reading, partial(self._reloaded, connection))
+        elif self._reloading:
+            self._reload_next += wanted
+        else:
+            self._reloading = True
+            reading = self._edge.read_settings(Path(source.path))
+            self._edge.start(reading, partial(self._reloaded, wanted))
 
-    def _reloaded(self, connection: int | None, read: Future[tuple[ConfigFile, Config]]) -> None:
+    def _reloaded(
+        self, wanted: Sequence[int | None], read: Future[tuple[ConfigFile, Config]]
+    ) -> None:
         """A file of settings has been read: run with what can change."""
+        self._reloading = False
         try:
             source, found = read.result()
             differing = self.store.settings.take_over(found)
@@ -306,8 +314,11 @@ class Server:
                 (log.info if difference.live else log.warning)("reload: %s", difference.text)
             log.info("settings reloaded: %d differ from those that ran", len(differing))
             answer = Reloaded(differing)
-        if connection is not None:
+        for connection in filter(None, wanted):
             self._send(connection, p.Report(msgspec.json.encode(answer)), None)
+        waiting, self._reload_next = self._reload_next, []
+        if waiting:
+            self._reload(*waiting)
 
     def _status(self) -> Status:
         """On a thread of the metrics: describe the store."""
