@@ -168,8 +168,10 @@ def _lock(path: str) -> int:
 
 
 def _unlock(path: str, lock_fd: int) -> None:
+    """Take our lock file away; one that somebody has put in its place is another store's."""
     with contextlib.suppress(OSError):
-        Path(path + _LOCK).unlink()
+        if _identity(path + _LOCK) == _identity(lock_fd):
+            Path(path + _LOCK).unlink()
     os.close(lock_fd)
 
 

@@ -25,7 +25,7 @@ from connectors.store_connection import LinkLost, attach, connect
 from kvstore import check, cli, launch
 from kvstore.config import parse
 from kvstore.core.errors import ConfigError
-from kvstore.listener import listen, taken
+from kvstore.listener import TakenError, listen, taken
 from kvstore.store import admin
 from kvstore.units import shown
 from kvstore.wire import engine as p
@@ -453,6 +453,18 @@ def test_a_file_of_somebody_else_at_the_path_is_left(tmp_path: Path) -> None:
         path.unlink()
         path.write_text("another")
     assert path.read_text() == "another"
+
+
+def test_a_store_whose_files_were_removed_leaves_those_of_the_next_one(tmp_path: Path) -> None:
+    path = str(tmp_path / "kv.sock")
+    first = listen(path)
+    for file in (path, f"{path}.lock"):  # by who cleans the folder of files that are old
+        Path(file).unlink()
+    with closing(listen(path)):
+        first.close()
+        assert Path(path).exists()
+        with pytest.raises(TakenError):
+            listen(path)
 
 
 def test_a_second_store_beside_a_frozen_one_is_refused_at_once(tmp_path: Path) -> None:
