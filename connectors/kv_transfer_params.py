@@ -128,7 +128,9 @@ def _remote(
     if isinstance(port, int) and not 0 <= port <= PORT_MAX:
         wrong.append(f"remote_port: expected a port up to {PORT_MAX}, found {port}")
     blocks = params.get("remote_block_ids")
-    if not push and not (_is_table(blocks) and any(blocks or ())):
+    # A router made for pushing leaves block ids out: where our store chooses the way, it may.
+    unsaid = push is None and blocks is None and params.get("tp_size") is not None
+    if not push and not unsaid and not (_is_table(blocks) and any(blocks or ())):
         wrong.append(f"remote_block_ids: expected lists of block ids, found {brief(blocks)}")
     for name, least, needed in (("tp_size", 1, bool(push)), ("remote_num_tokens", 0, False)):
         found = params.get(name)

@@ -88,6 +88,21 @@ def test_B7_a_pull_without_remote_blocks_is_refused(blocks: object, tokens: obje
         remote_of({**GIVEN, "remote_block_ids": blocks, "remote_num_tokens": tokens})
 
 
+def test_B7_parameters_of_a_router_that_pushes_will_do_where_our_store_chooses() -> None:
+    """vLLM's proxy for pushing passes on where the prompt is, and not in which blocks."""
+    made = parameters(Transfer("engine"), "r-1", "10.0.0.7:9500", [[3, 4]], 64, 2)
+    dropped = {"remote_block_ids", "remote_num_tokens"}
+    passed = {name: value for name, value in made.items() if name not in dropped}
+    for how in (Transfer(), PUSHED):
+        assert remote_of(passed, how) == Remote("10.0.0.7:9500", "r-1", how.push)
+    with pytest.raises(ConfigError, match=r"^remote_block_ids: expected lists of block ids, found"):
+        remote_of(passed, Transfer(push=False))
+    with pytest.raises(ConfigError, match=r"^tp_size: expected a whole number from 1 on, found"):
+        remote_of({**passed, "tp_size": 0})
+    with pytest.raises(ConfigError, match=r"^remote_block_ids: expected lists of block ids, found"):
+        remote_of({**passed, "remote_block_ids": []})
+
+
 @pytest.mark.parametrize("size", [None, 0, -1, "1", True, 1.0])
 def test_B7_a_push_without_the_others_size_is_refused(size: object) -> None:
     with pytest.raises(ConfigError, match=r"^tp_size: expected a whole number from 1 on, found"):
