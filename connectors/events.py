@@ -12,7 +12,7 @@ blocks.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -32,12 +32,18 @@ HASHES_MAX = 1 << 19  # of published blocks that are several engine blocks each
 NextHash = Callable[[bytes | None, Sequence[int]], bytes]
 """The engine's hash of some tokens behind those of another hash, None for none."""
 
+Extra = Callable[[int, int, int], Sequence[object]]
+"""What else is in the hashes of tokens first..end-1: one entry for each engine block of a size."""
+ExtraOf = Callable[[EngineRequest], Extra | None]
+"""That of a request, such as its images and its salt; None: its blocks have tokens only."""
+
 
 class BlockEvent(NamedTuple):
     """A block entered (stored) or left a medium, as the engine blocks of a group.
 
     hashes: one for each engine block. parent: the hash before them, None at the beginning of a
-    prompt. tokens: of all of them; none of what left.
+    prompt. tokens: of all of them; none of what left. extra: for each hash what else is in it,
+    without which an index takes the blocks of one image for those of another; none: nothing.
     """
 
     medium: str
@@ -46,12 +52,14 @@ class BlockEvent(NamedTuple):
     hashes: Sequence[bytes]
     parent: bytes | None = None
     tokens: Sequence[int] = ()
+    extra: Sequence[object] = ()
 
 
 class _Described(NamedTuple):
     hashes: bytes  # all of the engine's in the block, one after another
     parent: bytes | None
     tokens: Sequence[int]
+    extra: Mapping[int, Sequence[object]] = {}  # by the tokens of an engine block
 
 
 class BlockEvents:
@@ -66,6 +74,7 @@ class BlockEvents:
         self._described_max = max(1, TOKENS_MAX // geometry.block_tokens)
         self._asked: dict[bytes, tuple[EngineRequest, int]] = {}  # by hash: request and its block
         self.next_hash: NextHash | None = None  # none: what was there before is not published
+        self.extra_of: ExtraOf = lambda _: None
         self._stored = 0  # blocks, since the last events were taken
         self._published: dict[bytes, bytes] = {}  # last hash of a block: all of its hashes
         self._published_max = max(1, HASHES_MAX // self._every)
@@ -74,7 +83,8 @@ class BlockEvents:
         """Blocks first..end-1 of a request are being stored."""
         if self._client.collect_events:
             self._stored += end - first
-            self._tell([self._describe(request, block) for block in range(first, end)])
+            extra = self.extra_of(request)
+            self._tell([self._describe(request, block, extra) for block in range(first, end)])
 
     def asked(self, request: EngineRequest, hashes: Sequence[bytes]) -> None:
         """A lookup may bring up a request's leading blocks, by their hashes."""
@@ -89,12 +99,17 @@ class BlockEvents:
                 if self._asked.get(block_hash, (None, 0))[0] is request:
                     del self._asked[block_hash]
 
-    def _describe(self, request: EngineRequest, block: int) -> _Described:
+    def _describe(self, request: EngineRequest, block: int, extra: Extra | None) -> _Described:
         every, size = self._every, self._geometry.block_tokens
         hashes = request.block_hashes[block * every : (block + 1) * every]
         parent = request.block_hashes[block * every - 1] if block else None
         tokens = array(U32, request.all_token_ids[block * size : (block + 1) * size])
-        self._described[hashes[-1]] = made = _Described(b"".join(hashes), parent, tokens)
+        made = _Described(b"".join(hashes), parent, tokens)
+        if extra is not None:
+            steps, first = set(self._geometry.engine_block_tokens), block * size
+            of_steps = {step: extra(first, first + size, step) for step in steps}
+            made = made._replace(extra=of_steps)
+        self._described[hashes[-1]] = made
         if len(self._described) > self._described_max:
             del self._described[next(iter(self._described))]
         return made
@@ -107,7 +122,7 @@ class BlockEvents:
         hashes, last = request.block_hashes, (block + 1) * self._every - 1
         if last >= len(hashes) or hashes[last] != block_hash:
             return None  # the engine has shortened the prompt meanwhile
-        made = self._describe(request, block)
+        made = self._describe(request, block, self.extra_of(request))
         self._tell([made])
         return made
 
@@ -158,7 +173,8 @@ class BlockEvents:
     ) -> BlockEvent:
         self._remember(block_hash, found.hashes)
         names = self._hashes_of_group(found.hashes, group)
-        return BlockEvent(medium, True, group, names, found.parent, found.tokens)
+        extra = found.extra.get(self._geometry.engine_block_tokens[group], ())
+        return BlockEvent(medium, True, group, names, found.parent, found.tokens, extra)
 
     def _before(self, held: Held, group: int) -> Iterator[BlockEvent]:
         """Publish a block that was there when the engine attached, if its tokens are its own."""

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from connectors.engine_interface import BlockTable, EngineCache, Geometry
+from connectors.events import Extra
 from connectors.request_state import NEVER, TrackedRequest
 from connectors.step_meta import StoreJob
 from connectors.store_client import NO_HITS
@@ -42,6 +43,7 @@ class PastRequest(msgspec.Struct):
     request_id: str
     block_hashes: Sequence[bytes]
     all_token_ids: Sequence[int]
+    extra: Extra | None = None
     num_tokens: int = 0
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
@@ -125,7 +127,8 @@ class LateStores:
         past = path.tracked.request
         if past.all_token_ids:  # a tenth of the memory, until its blocks are reused
             tokens = array(U32, past.all_token_ids)
-            path.tracked.request = PastRequest(request_id, past.block_hashes, tokens)
+            extra = self._stores.extra_of(past)
+            path.tracked.request = PastRequest(request_id, past.block_hashes, tokens, extra)
         if self._looked_at >= self._step_blocks:
             return ()
         self._is_due(path)
@@ -230,5 +233,6 @@ class LateStores:
         """
         request = tracked.request
         tokens = request.all_token_ids if self._stores.describes else ()
-        past = PastRequest(request.request_id, request.block_hashes, tokens)
+        extra = self._stores.extra_of(request)
+        past = PastRequest(request.request_id, request.block_hashes, tokens, extra)
         return TrackedRequest(past, (NO_HITS,), tag=tracked.tag, apart=tracked.apart)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from connectors.engine_interface import BlockTable, Geometry
-from connectors.events import BlockEvents
+from connectors.engine_interface import BlockTable, EngineRequest, Geometry
+from connectors.events import BlockEvents, Extra
 from connectors.partial_block import PartialBlock
 from connectors.request_state import TrackedRequest
 from connectors.step_meta import EngineSpec, StoreJob
@@ -96,6 +96,10 @@ class StorePlanner:
     def describes(self) -> bool:
         """True if stored blocks are described by their tokens."""
         return self._client.collect_events
+
+    def extra_of(self, request: EngineRequest) -> Extra | None:
+        """Return what describes a request's blocks besides their tokens, if anything does."""
+        return self._events.extra_of(request) if self.describes else None
 
     def store_complete(
         self, tracked: TrackedRequest, computed: int, table: Callable[[str], BlockTable | None]

@@ -30,10 +30,11 @@ from connectors.vllm_version import VERSION
 from kvstore.core.errors import NotSupported
 
 REQUEST = (
-    "_all_token_ids", "all_token_ids", "block_hashes", "drop_stale_output", "kv_hints",
-    "kv_transfer_params", "lora_request", "max_tokens", "mm_features", "num_computed_tokens",
-    "num_in_flight_tokens", "num_prompt_tokens", "num_tokens", "prompt_is_token_ids",
-    "prompt_token_ids", "request_id", "sampling_params", "skip_reading_prefix_cache", "status",
+    "_all_token_ids", "all_token_ids", "block_hashes", "cache_salt", "drop_stale_output",
+    "kv_hints", "kv_transfer_params", "lora_request", "max_tokens", "mm_features",
+    "num_computed_tokens", "num_in_flight_tokens", "num_prompt_tokens", "num_tokens",
+    "prompt_embeds", "prompt_is_token_ids", "prompt_token_ids", "request_id", "sampling_params",
+    "skip_reading_prefix_cache", "status",
 )  # fmt: skip
 CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (SchedulerOutput, (
@@ -52,7 +53,7 @@ CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (KVCacheConfig, ("kv_cache_groups",)),
     (KVCacheGroupSpec, ("kv_cache_spec",)),
     (CacheHitSource, ("DISK", "EXTERNAL_UNSPECIFIED", "HOST", "P2P")),
-    (MultiModalFeatureSpec, ("mm_position",)),
+    (MultiModalFeatureSpec, ("data", "mm_position")),
     (PlaceholderRange, ("length", "offset")),
     (SamplingParams, ("prompt_logprobs", "seed")),
 )  # fmt: skip
@@ -60,8 +61,8 @@ CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
 BUILT: tuple[tuple[type, tuple[str, ...]], ...] = (
     (BlockRemoved, ("block_hashes", "group_idx", "locality", "medium")),
     (BlockStored, (
-        "block_hashes", "block_size", "group_idx", "kv_cache_spec_kind", "locality", "lora_id",
-        "lora_name", "medium", "parent_block_hash", "token_ids",
+        "block_hashes", "block_size", "extra_keys", "group_idx", "kv_cache_spec_kind",
+        "locality", "lora_id", "lora_name", "medium", "parent_block_hash", "token_ids",
     )),
     (KVConnectorTransferResults, ("failed_recving", "finished_recving", "finished_sending")),
 )  # fmt: skip

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +22,23 @@ from vllm.distributed.kv_events import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    generate_block_hash_extra_keys,
+    hash_block_tokens,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from connectors.compute_pace import ComputePace
 from connectors.engine_interface import Geometry, Step
-from connectors.events import BlockEvent, NextHash
+from connectors.events import BlockEvent, Extra, NextHash
 from connectors.kv_hints import PARAMETER as HINT
 from connectors.kv_transfer_params import Transfer, is_handed_over
-from connectors.late_stores import LateStores
+from connectors.late_stores import LateStores, PastRequest
 from connectors.request_policy import NO_LIMITS, NOTHING, RequestPolicy, policy_of
 from connectors.scheduler import SchedulerHalf
 from connectors.step_loads import StepLoads
@@ -166,6 +173,7 @@ def start_half(
         half.prefer_computing(ComputePace(monotonic_ns))
     half.tag = settings.policy.tag
     half.events.next_hash = next_hash_of(config.cache_config.prefix_caching_hash_algo)
+    half.events.extra_of = extra_of
     return half
 
 
@@ -411,6 +419,25 @@ def next_hash_of(algorithm: str) -> NextHash:
     return next_hash
 
 
+def extra_of(request: Any) -> Extra | None:
+    """Return what vLLM hashes of a request besides tokens, in the form of its own events."""
+    if isinstance(past := request, PastRequest):
+        return past.extra
+    if not request.mm_features and not request.cache_salt and request.prompt_embeds is None:
+        return None
+    hashed = copy(request)  # this may live longer than the request does: without its images
+    hashed.mm_features = [copy(feature) for feature in request.mm_features]
+    for feature in hashed.mm_features:
+        feature.data = None
+
+    def extra(first: int, end: int, step: int) -> Sequence[object]:
+        starts = range(first, end, step)
+        keys = [generate_block_hash_extra_keys(hashed, at, at + step, 0)[0] for at in starts]
+        return (to_event_extra_keys(keys) or ()) if any(keys) else ()
+
+    return extra
+
+
 _MEDIA = {MEMORY: MEDIUM_CPU, DISK: MEDIUM_STORAGE}
 _LOCALITY = "LOCAL"  # blocks are on the node that publishes the event
 
@@ -434,6 +461,7 @@ def kv_events(events: Iterable[BlockEvent], tokens: Geometry, cache: Any) -> Ite
             lora_id=None,
             medium=medium,
             lora_name=None,
+            extra_keys=list(event.extra) or None,
             group_idx=group,
             kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
             locality=_LOCALITY,

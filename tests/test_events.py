@@ -196,6 +196,29 @@ def test_O16_a_block_of_several_engine_blocks_is_told_as_these() -> None:
     ]
 
 
+def test_O16_what_else_is_in_a_hash_is_told_for_each_engine_block() -> None:
+    """Without it an index takes one image's blocks for another's, one salt's for no salt's."""
+    script, request, plainly = listening(TWO), Request("r", 64), Request("p", 32, "p")
+    script.half.events.extra_of = lambda one: None if one is plainly else keys_of
+    run(script, request, [[1, 2, 3, 4], [1, 2], [1, 2]])
+    keys = [script.key(request, 1, group) for group in range(2)]
+    one, other = happened(script, added=keys)
+    assert one.extra == [("k", 32), ("k", 48)]
+    assert other.extra == [("k", 32)]
+    assert [event.extra for event in happened(script, disk_added=keys)] == [one.extra, other.extra]
+    assert [event.extra for event in happened(script, removed=keys)] == [(), ()]
+    run(script, plainly, [[5, 6], [3], [3]])
+    (event,) = happened(script, added=[script.key(plainly, 0)])
+    assert event.extra == ()
+    script.arrive(found := Request("f", 33, "f"))
+    (event,) = happened(script, added=[script.key(found, 0, 1)])
+    assert event.extra == [("k", 0)], "of what a lookup brings up, too"
+
+
+def keys_of(first: int, end: int, step: int) -> list[object]:
+    return [("k", at) for at in range(first, end, step)]
+
+
 def test_O16_what_is_remembered_for_events_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "TOKENS_MAX", 64)
     monkeypatch.setattr(events_module, "HASHES_MAX", 4)

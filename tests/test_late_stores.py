@@ -10,7 +10,7 @@ import pytest
 
 from connectors import late_stores, store_client
 from connectors.engine_interface import Geometry
-from connectors.late_stores import DUE_MAX, LateStores
+from connectors.late_stores import DUE_MAX, LateStores, PastRequest
 from connectors.request_policy import RequestPolicy
 from connectors.request_state import NEVER
 from connectors.step_meta import StepMeta
@@ -248,6 +248,27 @@ def test_O28_token_ids_of_past_requests_are_kept_for_events_alone_and_packed(
     (path,) = {id(note): note for note in late._notes if note is not None}.values()
     kept = path.tracked.request.all_token_ids
     assert kept == (array("I", past.all_token_ids) if events else ())
+
+
+def test_O16_O28_what_is_stored_late_is_told_with_what_else_is_in_its_hashes() -> None:
+    desk, asked = Desk(blocks=8), list[object]()
+
+    def extra_of(request: object) -> object:
+        asked.append(request)
+        if isinstance(request, PastRequest):
+            return request.extra
+        return lambda first, end, step: [first] * ((end - first) // step)
+
+    desk.script.client.collect_events = True
+    desk.half.events.extra_of = extra_of  # type: ignore[assignment]
+    past = desk.run("a", 4)
+    desk.run("b", 6)  # takes its blocks
+    key = desk.script.key(past, 1)
+    desk.script.changed(added=[key])
+    desk.script.step()
+    (event,) = desk.half.take_events()
+    assert (event.hashes, event.extra) == ([past.block_hashes[1]], [BLOCK])
+    assert past in asked
 
 
 def test_O28_a_preempted_request_is_stored_as_far_as_its_blocks_are_there() -> None:

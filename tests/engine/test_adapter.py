@@ -529,6 +529,7 @@ def test_O16_events_have_hashes_in_the_form_of_the_engines_own(
     )
     script, request = connector.script, Request("r", 64)
     script.client.collect_events = True
+    script.half.events.extra_of = lambda _: lambda *_: [("salt",), None]
     script.arrive(request)
     key = script.key(request, 1, 0)
     script.inbox.append(p.Answers(added=(key,), disk_added=(key,)))
@@ -545,9 +546,53 @@ def test_O16_events_have_hashes_in_the_form_of_the_engines_own(
     assert [event.group_idx for event in (here, on_disk, removed)] == [0, 0, 0]
     assert (here.block_size, here.token_ids) == (16, list(range(32, 64)))
     assert (here.kv_cache_spec_kind, here.lora_id, here.lora_name) == ("full_attention", None, None)
+    assert on_disk.extra_keys == here.extra_keys == [("salt",), None]
     assert on_disk.block_hashes == here.block_hashes
     assert on_disk.token_ids == here.token_ids
     assert list(connector.take_events()) == []
+
+
+@pytest.mark.parametrize("kind", ["salt", "image", "both", "embeds", "text"])
+def test_O16_what_else_is_hashed_is_told_as_the_engine_tells_it(kind: str) -> None:
+    import torch
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
+
+    from connectors.late_stores import PastRequest
+    from connectors.vllm_scheduler import extra_of
+
+    images = [
+        MultiModalFeatureSpec(None, "image", name * 64, PlaceholderRange(offset, length))
+        for name, offset, length in (("a", 3, 40), ("b", 50, 9), ("c", 80, 16))
+    ]
+    more: dict[str, Any] = {}
+    if kind in ("salt", "both"):
+        more["cache_salt"] = "s"
+    if kind in ("image", "both"):
+        more["mm_features"] = images
+    if kind == "embeds":
+        more |= {"prompt_embeds": torch.ones(128, 4), "prompt_token_ids": None}
+    request = request_of(128, **more)
+    extra = extra_of(request)
+    if kind == "text":
+        assert extra is None
+        return
+    assert extra is not None
+    assert extra_of(PastRequest("r", request.block_hashes, (), extra)) is extra
+    for step in (16, 32):
+        keys, at = [], 0  # as vLLM makes its own events: the next block from the last one's image
+        for first in range(0, 128, step):
+            found, at = generate_block_hash_extra_keys(request, first, first + step, at)
+            keys.append(found)
+        expected = to_event_extra_keys(keys)
+        assert expected is not None
+        got = [
+            entry
+            for first in range(0, 128, 32)
+            for entry in extra(first, first + 32, step) or [None] * (32 // step)
+        ]
+        assert got == expected
+        assert any(got)
 
 
 @pytest.mark.parametrize(

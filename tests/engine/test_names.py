@@ -110,6 +110,7 @@ READ = {
     "coordinator": "KVCacheCoordinator",
     "copy": "KVCacheBlockCopy",
     "feature": "MultiModalFeatureSpec",
+    "hashed": "Request",
     "kv_cache_manager": "KVCacheManager",
     "kv_cache_manager.coordinator": "KVCacheCoordinator",
     "manager": "SingleTypeKVCacheManager",
@@ -126,7 +127,7 @@ READ = {
 OURS = {
     *("RequestStatus", "_SOURCES", "boundaries", "compat", "event", "half", "half.take_stats()"),
     *("side", "side.half"),
-    *("hand_overs", "log"),
+    *("hand_overs", "log", "past"),
     *("kv_connector_metadata", "metadata", "meta", "other", "p", "params", "secrets"),
     *("sources", "stats", "step", "super()", "tokens", "torch", "written"),
     *("manager.req_to_blocks", "type(metadata)", "type(other)", "get_kv_cache_spec_kind(spec)"),
