@@ -12,6 +12,7 @@ blocks.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
@@ -26,6 +27,7 @@ EVENTS_PER_STEP = 64
 EVENTS_PER_BLOCK = 4  # into memory, out of it, and the same on disk
 TOLD_BLOCKS = 128  # with token ids in one item of a message; a step sends several items
 TOKENS_MAX = 1 << 20  # of described blocks; the oldest are forgotten
+ENDED_MAX = 64  # requests whose last blocks may not have been told yet
 HASHES_MAX = 1 << 19  # of published blocks that are several engine blocks each
 
 
@@ -73,6 +75,7 @@ class BlockEvents:
         self._described: dict[bytes, _Described] = {}  # by hash, the oldest first
         self._described_max = max(1, TOKENS_MAX // geometry.block_tokens)
         self._asked: dict[bytes, tuple[EngineRequest, int]] = {}  # by hash: request and its block
+        self._ended = deque[EngineRequest]()  # what came up for them may not have been told yet
         self.next_hash: NextHash | None = None  # none: what was there before is not published
         self.extra_of: ExtraOf = lambda _: None
         self._stored = 0  # blocks, since the last events were taken
@@ -93,11 +96,19 @@ class BlockEvents:
             self._asked.update(zip(hashes, blocks, strict=True))
 
     def ended(self, request: EngineRequest) -> None:
-        """A request has ended: no lookup of it brings up blocks any more."""
+        """A request has ended: no lookup of it brings up blocks any more.
+
+        A prefill of one token ends in its first step, and the engine takes events after that.
+        """
         if self._asked:
-            for block_hash in request.block_hashes[self._every - 1 :: self._every]:
-                if self._asked.get(block_hash, (None, 0))[0] is request:
-                    del self._asked[block_hash]
+            self._ended.append(request)
+            if len(self._ended) > ENDED_MAX:
+                self._forget(self._ended.popleft())
+
+    def _forget(self, request: EngineRequest) -> None:
+        for block_hash in request.block_hashes[self._every - 1 :: self._every]:
+            if self._asked.get(block_hash, (None, 0))[0] is request:
+                del self._asked[block_hash]
 
     def _describe(self, request: EngineRequest, block: int, extra: Extra | None) -> _Described:
         every, size = self._every, self._geometry.block_tokens
@@ -144,7 +155,9 @@ class BlockEvents:
         """
         width, rules = self._geometry.hash_bytes, self._geometry.rules
         most, self._stored = EVENTS_PER_STEP + EVENTS_PER_BLOCK * self._stored, 0
+        all_told = True
         for change in self._client.take_changes(most):
+            all_told = False
             key = change.key
             group = int.from_bytes(key[width : width + 2], "big")
             known = key[width + 2 :] == scope and group < len(rules) and not is_partial_block(key)
@@ -154,6 +167,8 @@ class BlockEvents:
                 yield from self._before(change, group)
             else:
                 yield from self._changed(change, group)
+        while all_told and self._ended:
+            self._forget(self._ended.popleft())
         if self.next_hash is not None:
             self._client.ask_page(width, scope)
 

@@ -153,9 +153,37 @@ def test_O16_what_comes_up_for_a_request_has_its_tokens() -> None:
     script.half.request_finished("r", ())
     script.arrive(other)
     script.half.request_finished("o", ())
+    assert plain(happened(script)) == []
     assert happened(script, added=[script.key(other, 0)]) == []
     assert script.half.take_stats()["events_untold"] == 1
     assert not script.half.events._asked, "nothing stays of requests that are gone"
+
+
+def test_O16_what_comes_up_for_a_prefill_of_one_token_is_told_though_that_has_ended() -> None:
+    """The step in which its blocks are heard of is its last, and events are taken after it."""
+    script, request = listening(), Request("r", 40)
+    script.arrive(request, [0, 1])
+    script.inbox.append(p.Answers(added=(script.key(request, 0), script.key(request, 1))))
+    script.step()
+    script.half.request_finished("r", ())
+    assert plain(script.half.take_events()) == [stored(request, 0), stored(request, 1)]
+    assert "events_untold" not in script.half.take_stats()
+    assert script.half.take_events() == []
+    assert not script.half.events._asked
+
+
+def test_O16_of_requests_that_have_ended_few_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events_module, "ENDED_MAX", 2)
+    script = listening()
+    for number in range(4):
+        request = Request(f"r{number}", 40, f"r{number}")
+        script.arrive(request, [0])
+        script.half.request_finished(f"r{number}", ())
+    told = script.half.events
+    assert len(told._ended) == 2
+    assert len(told._asked) == 4, "two blocks of each"
 
 
 def test_O16_what_this_engine_has_no_tokens_of_is_counted_not_told() -> None:
@@ -234,6 +262,7 @@ def test_O16_what_is_remembered_for_events_is_bounded(monkeypatch: pytest.Monkey
     assert len(told._described) == len(told._published) == 2
     for number in range(5):
         script.half.request_finished(f"r{number}", ())
+    script.half.take_events()
     script.half.take_stats()
     assert len(happened(script, disk_added=names)) == 2
     assert script.half.take_stats()["events_untold"] == 3
