@@ -217,6 +217,12 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         """Remember where block tables are, and check that all names used are there."""
         self._scheduler_side().bind(kv_cache_manager)
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        """Do nothing: stores shake hands. A MultiConnector passes on what is another child's.
+
+        vLLM's own would raise if that child's pipeline has several stages.
+        """
+
     def on_new_request(self, request: Request) -> None:
         """Send a request's keys."""
         self._scheduler_side().on_new_request(request)

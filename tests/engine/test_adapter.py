@@ -130,6 +130,18 @@ def run(connector: Any, request: Any) -> Any:
     return connector.script.step(request, 32, TABLE)
 
 
+def test_O22_handshakes_of_other_connectors_with_pipeline_stages_are_left_alone(
+    connector: Any,
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    several = object.__new__(MultiConnector)
+    several._connectors = [connector]
+    theirs = {(stage, 0): KVConnectorHandshakeMetadata() for stage in (0, 1)}
+    several.set_xfer_handshake_metadata_pp_aware(theirs)
+
+
 def test_Q40_a_request_with_wrong_limits_is_not_handed_over(connector: Any) -> None:
     """It would be stored without its tenant, and on a disk that it wants to keep off."""
     from vllm.v1.request import RequestStatus
