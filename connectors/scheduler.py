@@ -237,7 +237,9 @@ class SchedulerHalf:
     def update_state_after_alloc(self, request_id: str, table: BlockTable, external: int) -> None:
         """The engine has allocated a request's blocks: plan the load, if there is one.
 
-        Without a load another connector may fill them, also for a request unknown here.
+        Without a load another connector may fill them, also for a request unknown here. A request
+        that has computed tokens goes on from them, and nothing was asked: another connector has
+        loaded them, or they are of an earlier turn of its session.
         """
         tracked = self._requests.get(request_id)
         if tracked is None:
@@ -251,6 +253,8 @@ class SchedulerHalf:
         if tracked.phase is Phase.LOADED:  # counted before, and its present blocks are known
             tracked.phase = Phase.RUNNING
             self._lookups.end(tracked)
+            return
+        if tracked.request.num_computed_tokens:
             return
         grant = self._client.grant(tracked.ask) or NO_GRANT
         kept = min(tracked.query.own, grant.kept)

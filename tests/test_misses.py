@@ -224,6 +224,15 @@ def test_Q2_without_a_store_its_absence_is_the_reason() -> None:
     assert missed(script) == {"no_store": 64, "tail": 6}
 
 
+def test_Q2_a_request_that_another_connector_loads_is_counted_once() -> None:
+    script, request = Script(beside=True), Request("r", 70)
+    script.arrive(request, [])
+    script.admit(request, 0)
+    request.num_computed_tokens = 64  # the other one loads them, and then vLLM allocates again
+    script.half.update_state_after_alloc("r", [range(1, 6)], 0)
+    assert missed(script) == {"never_seen": 64, "tail": 6}
+
+
 def test_Q2_blocks_that_found_no_slot_are_told_at_the_end_of_their_request() -> None:
     script, request = Script(credits=2), Request("r", 70)
     script.arrive(request)

@@ -308,6 +308,27 @@ def test_O17_what_a_running_request_computed_before_a_reset_is_not_stored_after_
     assert not script.half.has_pending_work()
 
 
+def test_O11_what_another_connector_has_loaded_is_stored_where_it_is_missing() -> None:
+    script, request = found(70, [0, 1], script=Script(beside=True))
+    assert script.matched(request) == (32, True)
+    script.half.update_state_after_alloc("r", TABLE, 0)
+    request.num_computed_tokens = 64
+    script.step()
+    script.half.update_state_after_alloc("r", TABLE, 0)
+    script.step(request, 6, TABLE)
+    assert script.indices(request, script.step(request, 1, TABLE)) == [2, 3]
+
+
+def test_O17_a_later_turn_of_a_session_stores_nothing_from_before_a_reset() -> None:
+    """vLLM keeps its blocks between turns, and allocates again what the next one needs."""
+    script, request = running(40)
+    script.step(request, 40, TABLE)
+    script.half.reset_cache(b"new epoch")
+    request.num_tokens, request.block_hashes = 64, hashes(4)
+    script.half.update_state_after_alloc("r", TABLE, 0)
+    assert script.step(request, 24, TABLE).stores == ()
+
+
 def test_O17_a_reset_during_a_load_says_so() -> None:
     script, request = found(33, [0, 1])
     script.load(request, [[1, 2]])
