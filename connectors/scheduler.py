@@ -47,6 +47,7 @@ from kvstore.core.lookup import Answer, common_hit
 from kvstore.core.types import LookupResult
 
 NO_GRANT = Grant(0, 0, (), {})
+REFUSED_MAX = 4  # steps without any request in which the engine does not take a load
 _ADMITTED = (Phase.NEW, Phase.LOADED)  # and not scheduled yet
 
 
@@ -184,6 +185,11 @@ class SchedulerHalf:
         tracked.in_step = False
         self._lookups.queue.mark_tried(tracked)
         tokens = self._loadable(tracked, computed)
+        if tracked.gives_way and tokens is not None and len(self._requests) > 1:
+            tokens = self._lookups.defer(tracked)
+        tracked.gives_way = False
+        if tokens and _finds_no_room(tracked, self._requests.values(), idle=not self._scheduled):
+            tokens = 0
         if tokens is not None:
             tracked.deferred_ns = None
         return tokens, bool(tokens) and not tracked.in_step
@@ -248,6 +254,7 @@ class SchedulerHalf:
             if self._late is not None:
                 self._late.begin(request_id, local)
             return
+        tracked.refused = 0
         if tracked.phase is Phase.LOADING:
             return
         if tracked.phase is Phase.LOADED:  # counted before, and its present blocks are known
@@ -394,6 +401,9 @@ class SchedulerHalf:
         tracked.phase = Phase.NEW if failed else Phase.LOADED
         tracked.deferred_ns = None
         if failed:
+            # vLLM tries it before all whose loads have ended, and none of them if it finds no room
+            # for it; what they hold may be what it lacks. Once deferred, it comes after them.
+            tracked.gives_way = True
             self._load_failed(tracked)
 
     def _load_failed(self, tracked: TrackedRequest) -> None:
@@ -492,3 +502,18 @@ class SchedulerHalf:
     def shutdown(self) -> None:
         """Close the connection; safe to call twice."""
         self._client.close()
+
+
+def _finds_no_room(
+    tracked: TrackedRequest, requests: Iterable[TrackedRequest], *, idle: bool
+) -> bool:
+    """Return True if the engine asks again and again, and has no request that could end.
+
+    vLLM keeps room for what a request whose load has failed may still need, from its own next
+    load, too, but not from its computing: one that needs half of the engine's blocks would wait for
+    ever. idle: the last step had no request.
+    """
+    tracked.refused = tracked.refused + 1 if idle else 0
+    return tracked.refused > REFUSED_MAX and not any(
+        other.request.num_computed_tokens for other in requests
+    )

@@ -6,11 +6,12 @@ import pytest
 
 from connectors.engine_interface import Geometry
 from connectors.request_lookups import ANSWER_LIMIT_NS, LOADING_LIMIT_NS
+from connectors.scheduler import REFUSED_MAX
 from connectors.step_meta import pieces
 from kvstore.core.layout import Move
 from kvstore.core.types import GroupRule
 from tests.harness.moves import listed
-from tests.harness.script import BLOCK, MS, US, Request, Script, found, hashes
+from tests.harness.script import BLOCK, MS, US, Request, Script, found, hashes, running
 
 PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))  # two engine blocks in a block
 WINDOW = Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (GroupRule(), GroupRule(2)))
@@ -407,6 +408,39 @@ def test_O15_a_failed_load_is_tried_once_more_and_then_computed() -> None:
     assert script.matched(request) == (0, False)
     assert script.lookups() == []
     assert script.half.take_stats()["load_failed"] == 2
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_O15_after_a_failed_load_others_that_may_hold_blocks_come_first(*, again: bool) -> None:
+    """vLLM tries a failed request first, and no other if it finds no room for it."""
+    script, request = loading()
+    script.arrive(Request("other", 40, "b"))
+    script.half._requests["r"].failures = 0 if again else 1
+    finish(script, request, failed=True)
+    request.num_computed_tokens = 0
+    if again:
+        script.half._lookups.ask(script.half._requests["r"])
+        (lookup,) = script.lookups()
+        script.answer(lookup.ask, [0])
+    assert script.matched(request) == (None, False)
+    assert script.matched(request) == ((16, True) if again else (0, False)), "once"
+
+
+def test_O15_a_load_that_an_engine_with_nothing_to_run_has_no_room_for_is_computed() -> None:
+    """vLLM reserves room for a failed request's tokens, from its next load, too, but no other."""
+    script, request = found(40, [0, 1])
+    answers = [script.matched(request) for _ in range(REFUSED_MAX + 1) if not script.step().loads]
+    assert answers == [(32, True)] * REFUSED_MAX + [(0, False)]
+
+
+def test_O15_an_engine_that_has_no_room_while_others_hold_blocks_is_waited_for() -> None:
+    script, request = running(40)
+    script.step(request, 40, [[1, 2, 3]])
+    other = Request("other", 40, "b")
+    script.arrive(other, [0, 1])
+    for _ in range(3 * REFUSED_MAX):
+        script.step()
+        assert script.matched(other) == (32, True)
 
 
 def test_O15_what_a_failed_load_promised_is_stored_when_it_is_computed() -> None:
