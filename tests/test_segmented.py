@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
 from kvstore.core.manager import Manager
-from kvstore.core.segmented import KEPT_SHARE, RETURN_AGES, SEGMENTED, SOON, SegmentedLRU
+from kvstore.core.segmented import KEPT_SHARE, SEGMENTED, SOON, SegmentedLRU, _kept_by
 from kvstore.core.types import BlockKey, Chain, GroupRule, Slot
 from tests.harness.fakes import generations_of, hashes
 
@@ -113,7 +113,7 @@ def shrunk(rig: Rig, between: int) -> int:
 
 def test_Q64_what_comes_back_soon_and_was_never_used_shrinks_the_share_of_what_was() -> None:
     assert shrunk(Rig(), 0) == KEPT - 2
-    assert shrunk(Rig(), int(SOON * KEPT)) == KEPT, "it is not soon"
+    assert shrunk(Rig(), int(SOON * SLOTS)) == KEPT, "it is not soon"
 
 
 def test_Q64_what_comes_back_and_was_used_has_the_share_grow() -> None:
@@ -141,6 +141,43 @@ def test_Q64_what_is_brought_up_for_a_request_tells_as_much() -> None:
     for number in range(SLOTS):
         rig.put(f"more {number}")
     assert rig.policy.kept == kept + 1
+
+
+@pytest.mark.parametrize(("used", "grows"), [(f"used {LAST + 1}", True), ("fresh", False)])
+def test_Q64_the_share_grows_for_what_is_used_when_it_would_soon_be_gone(
+    used: str, grows: bool
+) -> None:
+    rig = Rig()
+    kept = shrunk(rig, 0)
+    rig.manager.now_s = 125  # the others were used 25 s ago
+    rig.put("fresh")
+    rig.use("fresh")
+    rig.manager.now_s = 130
+    rig.use(used)
+    for number in range(4):
+        rig.put(f"more {number}")
+        rig.use(f"more {number}")
+    rig.put("next")
+    assert rig.policy.kept == kept + grows
+
+
+def test_Q64_of_a_cold_path_what_is_kept_for_its_end_alone_counts() -> None:
+    rig = Rig()
+    rig.put("talk", 3)
+    rig.use("talk", 3)
+    rig.use("talk", 1)
+    manager = rig.manager
+    chain = Chain(b"".join([hashes(1, "talk")[0], *hashes(2, "other")]), 32, 1)
+    for at in (1, 2):
+        (slot,) = manager.prepare_store(1)
+        manager.begin_store(chain.key(0, at), chain.key(0, at - 1), slot)
+        manager.complete_store(slot, ok=True)
+    lease = manager.prepare_load(chain, 3, 1, 10**18)
+    assert lease is not None
+    manager.complete_load(lease.lease_id)
+    talk = rig.keys("talk", 3)
+    ends = [manager.ready(talk[2]), manager.ready(chain.key(0, 2)), manager.ready(talk[0])]
+    assert [_kept_by(entry) for entry in ends if entry is not None] == [2, 2, 0]
 
 
 @pytest.mark.parametrize(("others", "grows"), [(SLOTS - 2, True), (SLOTS, False)])
@@ -198,11 +235,96 @@ def test_Q64_what_takes_longer_to_come_back_than_others_stay_is_not_kept(late: b
         for number in range(KEPT):
             rig.use(f"used {number}")
     rig.manager.now_s = 1010  # 410 s later; the coldest kept one was used 10 s ago, or 1,010
-    assert RETURN_AGES * 10 < 410 < RETURN_AGES * 1010
     rig.put("back")
     entry = rig.manager.ready(rig.keys("back", 1)[0])
     assert entry is not None
     assert bool(entry.kept) is not late
+
+
+def in_turns(rig: Rig, count: int, blocks: int) -> None:
+    """Fill memory: paths, one second after the other, and blocks that are hotter than these."""
+    for number in range(count):
+        rig.manager.now_s += 1
+        rig.put(f"turn {number}", blocks)
+    rig.manager.now_s += 1
+    for number in range(SLOTS - count * blocks):
+        rig.put(f"once {number}")
+
+
+def test_Q64_of_what_comes_in_turns_and_does_not_fit_the_first_part_stays() -> None:
+    rig = Rig()
+    in_turns(rig, 7, 10)
+    for turn in range(2):
+        hits = []
+        for number in range(7):
+            rig.manager.now_s += 1
+            hits.append(min(10, rig.use(f"turn {number}", 12)))
+            rig.put(f"turn {number}", 12, hits[-1])
+        assert sum(hits) > 60, turn
+
+
+def first_to_leave(rig: Rig, name: str, used: int, more: int) -> bool:
+    """Use a path, store a block below it, and then others; tell whether that leaves before them."""
+    rig.manager.now_s += 1
+    assert rig.use(name, used) == used
+    rig.put(name, more, more - 1)
+    rig.put("next 0")
+    rig.put("next 1")
+    return not rig.here(name, more)[more - 1 :]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_Q64_only_what_is_below_the_coldest_path_is_the_next_to_leave(number: int) -> None:
+    rig = Rig()
+    in_turns(rig, 7, 10)
+    assert first_to_leave(rig, f"turn {number}", 10, 11) == (number == 0)
+
+
+def test_Q64_while_there_is_room_nothing_is_the_next_to_leave() -> None:
+    rig = Rig(SLOTS + 10)
+    in_turns(rig, 7, 10)
+    assert not first_to_leave(rig, "turn 0", 10, 11)
+    rig.put("long", 10)
+    assert len(rig.here("turn 0", 11)) == 11
+
+
+def test_Q64_a_path_that_comes_back_sooner_has_its_blocks_stay() -> None:
+    rig = Rig()
+    in_turns(rig, 7, 10)
+    assert first_to_leave(rig, "turn 0", 10, 11)
+    rig.manager.now_s += 1
+    rig.use("turn 1", 10)
+    rig.use("turn 2", 10)
+    assert not first_to_leave(rig, "turn 0", 10, 11), "others are colder now"
+
+
+def test_Q64_once_there_is_room_nothing_is_the_next_to_leave() -> None:
+    rig = Rig()
+    in_turns(rig, 7, 10)
+    assert first_to_leave(rig, "turn 0", 10, 11)
+    for number in range(3, 7):
+        for key in reversed(rig.keys(f"turn {number}", 10)):
+            rig.manager.drop(key, "discard")
+    rig.use("turn 0", 10)
+    rig.put("turn 0", 11, 10)
+    for number in range(SLOTS // 2):
+        rig.put(f"fill {number}")
+    assert not rig.manager.slots.free
+    assert rig.here("turn 0", 11) == list(range(11))
+
+
+def test_Q64_the_time_of_a_block_is_not_that_of_a_path_that_goes_on_below_it() -> None:
+    rig = Rig()
+    in_turns(rig, 7, 10)
+    rig.manager.now_s += 1
+    assert rig.use("turn 0", 5) == 5
+    chain = Chain(b"".join([*hashes(5, "turn 0"), *hashes(1, "other")]), 32, 1)
+    (slot,) = rig.manager.prepare_store(1)
+    rig.manager.begin_store(chain.key(0, 5), chain.key(0, 4), slot)
+    rig.manager.complete_store(slot, ok=True)
+    rig.put("next 0")
+    rig.put("next 1")
+    assert rig.manager.ready(chain.key(0, 5)) is not None
 
 
 def test_Q64_of_a_path_that_comes_back_longer_its_beginning_is_kept() -> None:

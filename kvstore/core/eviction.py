@@ -87,7 +87,7 @@ class LeafLRU:
         if not entry.pins:
             self.touch(entry)
 
-    def used(self, entry: Node) -> None:
+    def used(self, entry: Node, _now_s: int) -> None:
         """A request used a block, and so all above it."""
         self.touch(entry)
 

@@ -378,7 +378,7 @@ class Manager:
         return entry is not None
 
     def _touch(self, entry: Entry) -> None:
-        self._policy.used(entry)
+        self._policy.used(entry, self.now_s)
         self.slots.used_s[entry.slot] = self.now_s
 
     def complete_load(self, lease_id: LeaseId, damaged: Collection[Slot] = ()) -> bool:

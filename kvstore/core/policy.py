@@ -101,18 +101,18 @@ class PluginOrder:
         self._sync(entry.parent)
         self._sync(entry)
 
-    def used(self, entry: Node) -> None:
+    def used(self, entry: Node, now_s: int) -> None:
         """A request used a block, and so all above it."""
-        self._lru.used(entry)
+        self._lru.used(entry, now_s)
         self._sync(entry)
-        self._call("used", entry, self._now_s())
+        self._call("used", entry, now_s)
 
     def keep(self, entry: Node) -> None:
         """A request used a block; used() has told, or unpinned() will."""
 
     def unpinned(self, entry: Node) -> None:
         """A request used a block until now."""
-        self.used(entry)
+        self.used(entry, self._now_s())
 
     def covered(self, entry: Node | None) -> None:
         """A block has a child from now on."""

@@ -5,14 +5,19 @@ have a share of memory: while they have more, the coldest of them leaves next, e
 one. So what is stored and never used displaces nothing that is used, however much it is. (Two
 orders: 2Q, Johnson and Shasha, VLDB 1994.)
 
-The share is learned, as in ARC (Megiddo and Modha, FAST 2003). A block that comes back and had been
-used would still be here if kept blocks had had more room: their share grows, up to KEPT_SHARE. One
-that comes back soon and had never been used would be here if new ones had had more: it shrinks. So
-sessions that come back one after the other find their blocks, if there is room for all.
+The share is learned, by what a little more room or less would change, as in ARC (Megiddo and Modha,
+FAST 2003). It grows, up to KEPT_SHARE, with each block that had been used and comes back, and with
+each that is used when it is cold: with less room it would be gone. It shrinks with each that had
+never been used and comes back soon: with more room it would be here.
 
-A block that comes back is kept at once if it was gone for a shorter time than RETURN_AGES times the
-age of the coldest kept block: it is likely to be used before that one. (The comparison is that of
-LIRS, Jiang and Zhang, SIGMETRICS 2002.) So of what comes back in turns and does not fit, some stay.
+A block that comes back is kept at once if it was gone for no longer than the coldest kept one has
+not been used: it is likely to be used before that one. (The comparison is that of LIRS, Jiang and
+Zhang, SIGMETRICS 2002.)
+
+What comes back in turns and does not all fit would each time have left just before its turn. It
+shows: a path is used that is the coldest of all, so all else came back sooner. What is stored below
+such a path would not stay until it is used; it is the next to leave, and the others stay. (As with
+LRU insertion: Qureshi et al., ISCA 2007.)
 
 Both orders hold the ends of paths only, as LeafLRU does. A kept block's parent is kept, too, and
 counts those below it that are; so a use walks up to the first block that is kept already, and each
@@ -24,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvstore.core.eviction import SKIPS_MAX, LeafLRU, evictable
+from kvstore.core.eviction import SKIPS_MAX, LeafLRU, Mark, evictable
 from kvstore.core.ghosts import Ghosts, Left
 from kvstore.core.index import Node, State
 from kvstore.core.slots import Slots
@@ -32,13 +37,13 @@ from kvstore.core.slots import Slots
 SEGMENTED = "segmented"
 KEPT_SHARE = 0.8
 """The largest share of kept blocks, of the slots that are not on credit."""
-SOON = 0.125
-"""A block that was never used is back soon while fewer have left than this part of the share."""
-RETURN_AGES = 0.55
-"""A block that was gone for so many times the age of the coldest kept one is not kept at once."""
+SOON = 0.5
+"""A block that was never used is back soon while fewer have left than this part of the capacity."""
+COLD = 1 / 3
+"""A kept block is cold if it was not used for this part of the coldest one's time."""
 GHOSTS = 4
 """Entries for each block in the table of those that have left: it finds half as many."""
-_FULL = 0.95  # of these: before, what comes back displaces nothing
+_FULL = 0.95  # of these, or of all slots: before, what comes back displaces nothing
 _READY = State.READY
 
 
@@ -52,45 +57,72 @@ class SegmentedLRU:
         self.kept = 0  # blocks
         self._share = KEPT_SHARE
 
-    def stored(self, entry: Node, now_s: int) -> None:
+    def stored(self, entry: Node, _now_s: int) -> None:
         """A block can be read now; one that is pinned enters with its last pin."""
+        above, barely = entry.parent, self._slots.barely
+        barely[entry.slot] = above is not None and barely[above.slot]
         left = self._ghosts.find(entry.key)
         if left is not None:
             self._learn(left)
         if entry.pins:
             return
-        if left is not None and self._stays(left, now_s):
-            self.used(entry)
+        if left is not None and self._stays(left):
+            self._use(entry)
             return
-        above = entry.parent
         if above is not None and above.next is not None and not above.kept:
             self._new.remove(above)
-        self._new.heat(entry)
+        if barely[entry.slot]:
+            self._new.cool(entry)
+        else:
+            self._new.heat(entry)
 
     def _learn(self, left: Left) -> None:
         """A block came back: with more room for its like it would have been here."""
-        capacity = max(1, self._slots.capacity)
+        capacity = self._slots.capacity
         if left.used:
             if left.since <= capacity:
-                self._share = min(KEPT_SHARE, self._share + 1 / capacity)
-        elif left.since <= SOON * self._share * capacity:
-            self._share = max(0.0, self._share - 1 / capacity)
+                self._grow(1)
+        elif left.since <= SOON * capacity:
+            self._grow(-1)
 
-    def _stays(self, left: Left, now_s: int) -> bool:
+    def _grow(self, blocks: int) -> None:
+        share = self._share + blocks / max(1, self._slots.capacity)
+        self._share = min(KEPT_SHARE, max(0.0, share))
+
+    def _stays(self, left: Left) -> bool:
         """Tell whether a block that came back is kept at once."""
         coldest = self._kept.coldest
         if coldest is None or self.kept < _FULL * self._most:
             return True
+        return left.left_s >= self._last_s(coldest)
+
+    def _last_s(self, entry: Node) -> int:
+        return max(self._slots.used_s[entry.slot], self._slots.stored_s[entry.slot])
+
+    def _judge(self, entry: Node, now_s: int) -> None:
+        """The end of a path is used: learn from how cold it had become."""
         slots = self._slots
-        used_s = max(slots.used_s[coldest.slot], slots.stored_s[coldest.slot])
-        return now_s - left.left_s <= RETURN_AGES * (now_s - used_s)
+        slots.barely[entry.slot] = 0
+        coldest = (self._kept if entry.kept else self._new).coldest
+        full = len(slots.free) <= (1 - _FULL) * slots.capacity
+        if not full or coldest is None or isinstance(coldest, Mark):
+            return
+        last_s, coldest_s = self._last_s(entry), self._last_s(coldest)
+        slots.barely[entry.slot] = last_s <= coldest_s
+        if now_s - last_s >= COLD * (now_s - coldest_s):
+            self._grow(_kept_by(entry))
 
     @property
     def _most(self) -> float:
         return self._share * self._slots.capacity
 
-    def used(self, entry: Node) -> None:
+    def used(self, entry: Node, now_s: int) -> None:
         """A request used a block, and so all above it: they are kept, and it is the hottest."""
+        if not entry.children:  # else its time is not that of the path
+            self._judge(entry, now_s)
+        self._use(entry)
+
+    def _use(self, entry: Node) -> None:
         self.keep(entry)
         above = entry.parent
         if above is not None and above.next is not None:
@@ -206,3 +238,12 @@ class SegmentedLRU:
         while wanted and (entry := self._pop()) is not None:
             if evictable(entry):
                 yield entry
+
+
+def _kept_by(entry: Node) -> int:
+    """Count the kept blocks of a path that are kept for its end alone; 0 if that is new."""
+    count, kept = 0, 1  # an end counts itself, one above it its child, too
+    at: Node | None = entry
+    while at is not None and at.kept == kept:
+        at, count, kept = at.parent, count + 1, 2
+    return count

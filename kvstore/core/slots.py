@@ -27,6 +27,7 @@ class Slots:
         self.stored_s = array("I")  # of the block in each slot: when it became ready
         self.used_s = array("I")  # and when it was last used itself, if that was later
         self.was_used = bytearray()  # 1: a request used it, or one below it
+        self.barely = bytearray()  # 1: before it was used it was the next to leave
         self.free: list[Slot] = []
         self.granted: dict[Slot, Write | None] = {}  # None: nothing is written there yet
         self.generations = generations
@@ -38,6 +39,7 @@ class Slots:
         self.free.extend(sorted(slots, reverse=True))
         new = max(0, max(slots, default=-1) + 1 - len(self.was_used))
         self.was_used.extend(bytes(new))
+        self.barely.extend(bytes(new))
         for times in (self.stored_s, self.used_s):
             times.frombytes(bytes(4 * new))
         self.total += len(slots)

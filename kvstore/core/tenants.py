@@ -143,10 +143,10 @@ class TenantOrder:
         self._pass()
         self._of(entry).stored(entry, now_s)
 
-    def used(self, entry: Node) -> None:
+    def used(self, entry: Node, now_s: int) -> None:
         """A request used a block."""
         self._pass()
-        self._of(entry).used(entry)
+        self._of(entry).used(entry, now_s)
 
     def keep(self, entry: Node) -> None:
         """A request used a block; others may have used what hangs below it since."""
@@ -158,7 +158,7 @@ class TenantOrder:
 
     def touch(self, entry: Node) -> None:
         """A block on disk was stored or used."""
-        self.used(entry)
+        self.used(entry, 0)
 
     def _pass(self) -> None:
         self._touched += 1

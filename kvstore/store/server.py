@@ -314,7 +314,9 @@ class Server:
                 (log.info if difference.live else log.warning)("reload: %s", difference.text)
             log.info("settings reloaded: %d differ from those that ran", len(differing))
             answer = Reloaded(differing)
-        for connection in filter(None, wanted):
+        for connection in wanted:
+            if connection is None:
+                continue
             self._send(connection, p.Report(msgspec.json.encode(answer)), None)
         waiting, self._reload_next = self._reload_next, []
         if waiting:
