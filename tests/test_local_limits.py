@@ -24,6 +24,7 @@ from kvstore.core import limits
 from kvstore.core.errors import InvariantBroken
 from kvstore.core.types import Chain
 from kvstore.listener import listen
+from kvstore.store import server
 from kvstore.store.lookups import Lookups
 from kvstore.store.server import Server, serve
 from kvstore.store.session import Ask, Session
@@ -205,6 +206,36 @@ def test_S2_connections_that_say_nothing_keep_no_engine_out(store: Kept) -> None
         with engine(store, "second", page_bytes=1 << 16) as second:
             assert blocks(second.ask(hashes(2))) == []
         assert blocks(first.ask(hashes(2))) == [], "an engine may be silent"
+
+
+def test_S2_who_asks_much_at_once_keeps_no_engine_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what one read brings, some is acted on in a turn; all of it is, in order."""
+    monkeypatch.setattr(server, "_READ_S", 0.0)
+    with LiveStore(store_settings(tmp_path)) as store, engine(store, page_bytes=1 << 16) as good:
+        query, tick = store.server.store._query, store.server.store.on_tick
+        order: list[str] = []
+
+        def asked(connection: int, message: p.Query) -> None:
+            order.append("query")
+            query(connection, message)
+
+        def turned(now_ns: int) -> None:
+            order.append("turn")
+            tick(now_ns)
+
+        monkeypatch.setattr(store.server.store, "_query", asked)
+        monkeypatch.setattr(store.server.store, "on_tick", turned)
+        with client(store) as asking:
+            asking.send(*[p.Query("quota")] * 100)
+            for _ in range(100):
+                asking.take(p.Report)
+        assert "".join(order).count("queryquery") == 0, "no turn without the others"
+        good.put(chain := hashes(4))  # what an engine says is acted on in order, too
+        good.scheduler.send(*[p.Step((p.Lookup(number, b"x", 1),)) for number in range(100, 150)])
+        assert [found.ask for found in good.answers(range(100, 150))] == [*range(100, 150)]
+        eventually(lambda: blocks(good.ask(chain)) == [0, 1, 2, 3])
 
 
 def test_S2_a_client_that_asks_and_does_not_read_is_dropped(store: Kept) -> None:

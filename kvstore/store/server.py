@@ -67,6 +67,7 @@ _BUSY_TICK_S = 0.001
 _IDLE_NS = 5_000_000  # between two looks at a disk, or peers, of which nothing has come
 _CLOSE_S = 0.5
 _CLOSE_TICK_S = 0.05
+_READ_S = 0.02  # for the messages of one connection in a turn; the others have their turn, too
 _PAUSE_NS = 500_000_000  # after a connection could not be taken, for want of descriptors say
 _SILENT_S = 5.0  # without a word of a connection that is no engine's, where descriptors are short
 _FLUSH_S = 30.0  # without a block that was kept
@@ -89,6 +90,7 @@ class _Connection:
         self.outbox_bytes = 0
         self.known = False  # it is part of a session
         self.refused = False  # it hears why, and is dropped
+        self.more = False  # messages that came are not acted on yet
         self.heard_s = time.monotonic()  # when something came last
         self.parted = False  # nothing more is taken of it, or said: its own end is waited for
         self.last = b""  # that it said then
@@ -101,6 +103,15 @@ class _Connection:
         self.outbox.append((memoryview(frame), fd))
         self.outbox_bytes += len(frame)
         self.refused = self.refused or isinstance(message, p.Refused)
+
+    def receive(self) -> bytes | None:
+        """Read some of what has come; None: nothing has, b"": and nothing more will."""
+        try:
+            return self.sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
 
     def part(self) -> None:
         """Close our end: nothing more is said, and what was not read is forgotten."""
@@ -149,6 +160,8 @@ class Server:
         self._linger_s = linger_s
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
+        self._more: dict[int, _Connection] = {}  # that have said what is not acted on yet
+        self._read_s = _READ_S
         self._unsent: dict[int, _Connection] = {}  # that something is to be done for
         self._next = 1
         self._stopping = False
@@ -339,7 +352,7 @@ class Server:
         timeout = _BUSY_TICK_S if busy else _TICK_S
         disk_s = _TICK_S if disk is None else disk.next_s
         peers_s = _TICK_S if peers is None else peers.wait_s(time.monotonic_ns())
-        ready = self._selector.select(min(timeout, disk_s, peers_s))
+        ready = self._selector.select(0 if self._more else min(timeout, disk_s, peers_s))
         began_ns = time.monotonic_ns()
         self._receive(ready)
         self._flush()  # engines wait for answers
@@ -372,15 +385,19 @@ class Server:
 
     def _receive(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
         """Take in what has come: connections, messages, and what there is for hand-overs."""
+        more, self._more = self._more, {}
+        for connection in more.values():
+            if connection.number in self._connections:
+                self._read(connection)
         for key, events in ready:
             if key.data is self._peers and key.data is not None:
                 self._peers_ns = 0
                 continue
-            connection: _Connection | None = key.data
-            if connection is None:
+            came: _Connection | None = key.data
+            if came is None:
                 self._accept()
-            elif events & selectors.EVENT_READ:
-                self._read(connection)
+            elif events & selectors.EVENT_READ and came.number not in more:
+                self._read(came)
 
     def _reload_some(self) -> None:
         """Begin to read the settings again, or run with what was read."""
@@ -436,15 +453,14 @@ class Server:
             sock.send(framing.encode(p.Refused(reason, retry=False)))
 
     def _read(self, connection: _Connection) -> None:
-        try:
-            data = connection.sock.recv(_READ_BYTES)
-        except BlockingIOError:
+        more, connection.more = connection.more, False
+        data = b"" if more else connection.receive()
+        if data is None:
             return
-        except OSError:
-            data = b""
-        if not data:
+        if not data and not more:
             self._drop(connection)
             return
+        until_s = time.monotonic() + self._read_s
         connection.heard_s = time.monotonic()
         if connection.refused or connection.parted:
             connection.last = (connection.last + data)[-len(_GOODBYE) :]
@@ -456,6 +472,10 @@ class Server:
                     connection.known = True
                     connection.decoder.frames.bytes_max = limits.FRAME_BYTES_MAX
                 if connection.refused or connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:
+                    break
+                if time.monotonic() > until_s:
+                    connection.more = True
+                    self._more[connection.number] = connection
                     break
             if connection.decoder.frames.unfinished_bytes or connection.outbox_bytes > _SMALL_BYTES:
                 self._shed()
@@ -541,6 +561,7 @@ class Server:
         if self._connections.pop(connection.number, None) is None:
             return
         self._unsent.pop(connection.number, None)
+        self._more.pop(connection.number, None)
         self._selector.unregister(connection.sock)
         number = connection.number
         if connection.last == _GOODBYE:  # its last copy is over
@@ -555,6 +576,8 @@ class Server:
         self.health.ends()
         self.store.end_sessions()
         self._leave_all_but_engines()
+        self._read_s = _CLOSE_S
+        self._receive(())
         deadline = time.monotonic() + _CLOSE_S
         self._flush()
         while self._connections and time.monotonic() < deadline:
