@@ -255,13 +255,11 @@ class SchedulerHalf:
                 self._late.begin(request_id, local)
             return
         tracked.refused = 0
-        if tracked.phase is Phase.LOADING:
-            return
         if tracked.phase is Phase.LOADED:  # counted before, and its present blocks are known
             tracked.phase = Phase.RUNNING
             self._lookups.end(tracked)
             return
-        if tracked.request.num_computed_tokens:
+        if tracked.phase is Phase.LOADING or tracked.request.num_computed_tokens:
             return
         grant = self._client.grant(tracked.ask) or NO_GRANT
         kept = min(tracked.query.own, grant.kept)
