@@ -1,0 +1,110 @@
+"""Lines that vLLM's scheduler, routers and neighbours put to the test, as LINES in mutants.py."""
+
+from __future__ import annotations
+
+NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
+    "connectors/scheduler.py": (
+        (
+            "scheduler_half -k O15_after_a_failed",
+            "if tracked.gives_way and tokens is not None",
+            "if False",
+        ),
+        ("scheduler_half -k O15_after_a_failed", "tracked.gives_way = False", "pass"),
+        ("scheduler_half -k O15_a_load_that_an", "tracked.refused > REFUSED_MAX and", "False and"),
+        (
+            "scheduler_half -k O15_an_engine_that_has_no_room",
+            "other.request.num_computed_tokens for other in requests",
+            "()",
+        ),
+        (
+            "scheduler_offers -k O17_a_later_turn",
+            "is Phase.LOADING or tracked.request.num_computed_tokens:",
+            "is Phase.LOADING:",
+        ),
+    ),
+    "connectors/vllm.py": (
+        (
+            "engine/adapter -k O22_handshakes",
+            "def set_xfer_handshake_metadata_pp_aware",
+            "def unused",
+        ),
+    ),
+    "connectors/events.py": (
+        ("events -k O16_what_comes_up_for_a_prefill", "self._ended.append(request)"),
+        ("events -k O16_of_requests_that_have_ended", "if len(self._ended) > ENDED_MAX:", "if 0:"),
+        ("events -k O16_what_else", "made = made._replace(extra=of_steps)", "pass"),
+    ),
+    "connectors/late_stores.py": (
+        (
+            "late_stores -k O16_O28",
+            "past.block_hashes, tokens, extra)",
+            "past.block_hashes, tokens)",
+        ),
+    ),
+    "connectors/kv_transfer_params.py": (
+        ("kv_transfer_params -k B7_parameters_of_a_router", "and not unsaid and", "and"),
+        (
+            "kv_transfer_params -k B7_parameters_of_a_router",
+            "unsaid = push is None and",
+            "unsaid =",
+        ),
+    ),
+    "kvstore/listener.py": (
+        (
+            "doors -k a_store_whose_files_were_removed",
+            "if _identity(path + _LOCK) == _identity(lock_fd):",
+            "if True:",
+        ),
+    ),
+    "kvstore/handover/engine_blocks.py": (
+        ("direct_engine -k S2_an_engine_names", "        engine.trim()\n", ""),
+        ("direct_engine -k S2_an_engine_names", "if len(blocks) > engine.blocks:", "if False:"),
+    ),
+    "kvstore/handover/heartbeats.py": (
+        ("request_leases -k S2_a_request_of_more", ") > LOOKUP_BLOCKS_MAX:", ") < 0:"),
+    ),
+    "kvstore/handover/request_leases.py": (
+        (
+            "request_leases -k S2_what_requests",
+            "room = self._keys + keys <= KEYS_MAX",
+            "room = True",
+        ),
+        ("request_leases -k S2_what_requests", "self._keys -= len(lease.keys)", "pass"),
+        (
+            "request_leases -k S2_of_blocks_that",
+            "islice(lease.missing, most)",
+            "islice(lease.missing, None)",
+        ),
+        (
+            "request_leases -k S2_of_blocks_that",
+            "lease.missing[key] = lease.missing.pop(key)",
+            "pass",
+        ),
+    ),
+    "kvstore/store/metrics_endpoint.py": (
+        (
+            "descriptors -k S2_what_a_client",
+            "except (TypeError, ValueError):  #",
+            "except KeyError:  #",
+        ),
+        ("descriptors -k S2_an_answer", "return io.StringIO()", "return sys.stderr"),
+        ("descriptors -k S2_a_bug", "with barrier.around(f", "with open(f"),
+    ),
+    "kvstore/store/server.py": (
+        (
+            "local_limits -k S2_connections_that_say",
+            "self._drop_silent()\n                self",
+            "self",
+        ),
+        ("local_limits -k S2_who_asks", "if time.monotonic() > until_s:", "if False:"),
+        ("reload -k Q20_many", "elif self._reloading:", "elif False:"),
+        ("reload -k Q20_many", "            self._reload(*waiting)", "            pass"),
+    ),
+    "kvstore/store/session.py": (
+        (
+            "store_blocks -k S2_slots_that",
+            "{entry.slot for entry in entries}.intersection(map(Slot, damaged))",
+            "map(Slot, damaged)",
+        ),
+    ),
+}
