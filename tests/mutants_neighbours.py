@@ -64,6 +64,7 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("request_leases -k S2_a_request_of_more", ") > LOOKUP_BLOCKS_MAX:", ") < 0:"),
     ),
     "kvstore/handover/request_leases.py": (
+        ("segmented -k where_requests_are_handed", "manager.slots.hands_over = True", "pass"),
         (
             "request_leases -k S2_what_requests",
             "room = self._keys + keys <= KEYS_MAX",

@@ -427,6 +427,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("segmented -k below_the_coldest", "last_s <= coldest_s", "True"),
         ("segmented -k once_there_is_room", "slots.barely[entry.slot] = 0", "pass"),
         ("segmented -k there_is_room", "if not full or", "if"),
+        ("segmented -k where_requests_are_handed", " and not slots.hands_over", ""),
         ("segmented -k goes_on_below", "if not entry.children:  #", "if True:  #"),
     ),
     "kvstore/core/ghosts.py": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +11,7 @@ from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
 from kvstore.core.manager import Manager
 from kvstore.core.segmented import KEPT_SHARE, SEGMENTED, SOON, SegmentedLRU, _kept_by
 from kvstore.core.types import BlockKey, Chain, GroupRule, Slot
+from kvstore.handover.request_leases import RequestLeases
 from tests.harness.fakes import generations_of, hashes
 
 SLOTS = 100
@@ -286,6 +288,13 @@ def test_Q64_while_there_is_room_nothing_is_the_next_to_leave() -> None:
     assert not first_to_leave(rig, "turn 0", 10, 11)
     rig.put("long", 10)
     assert len(rig.here("turn 0", 11)) == 11
+
+
+def test_Q64_where_requests_are_handed_over_what_is_new_stays_for_other_stores() -> None:
+    rig = Rig()
+    in_turns(rig, 7, 10)
+    RequestLeases(1 << 20, Counter()).running("handed over", rig.manager, 1, 1)
+    assert not first_to_leave(rig, "turn 0", 10, 11)
 
 
 def test_Q64_a_path_that_comes_back_sooner_has_its_blocks_stay() -> None:

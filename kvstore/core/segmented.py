@@ -17,7 +17,8 @@ Zhang, SIGMETRICS 2002.)
 What comes back in turns and does not all fit would each time have left just before its turn. It
 shows: a path is used that is the coldest of all, so all else came back sooner. What is stored below
 such a path would not stay until it is used; it is the next to leave, and the others stay. (As with
-LRU insertion: Qureshi et al., ISCA 2007.)
+LRU insertion: Qureshi et al., ISCA 2007.) Not where requests are handed over: there a store waits
+for what was stored last.
 
 Both orders hold the ends of paths only, as LeafLRU does. A kept block's parent is kept, too, and
 counts those below it that are; so a use walks up to the first block that is kept already, and each
@@ -108,7 +109,7 @@ class SegmentedLRU:
         if not full or coldest is None or isinstance(coldest, Mark):
             return
         last_s, coldest_s = self._last_s(entry), self._last_s(coldest)
-        slots.barely[entry.slot] = last_s <= coldest_s
+        slots.barely[entry.slot] = last_s <= coldest_s and not slots.hands_over
         if now_s - last_s >= COLD * (now_s - coldest_s):
             self._grow(_kept_by(entry))
 

@@ -119,6 +119,7 @@ class RequestLeases:
             return
         lease = RequestLease(request, manager, slot_bytes, owner, common)
         self._leases[manager, request] = lease
+        manager.slots.hands_over = True
         if common:
             self._common.setdefault((manager, common), []).append(request)
 
