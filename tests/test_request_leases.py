@@ -13,6 +13,7 @@ import pytest
 from kvstore.core.errors import ProtocolError
 from kvstore.core.limits import LOOKUP_BLOCKS_MAX
 from kvstore.core.manager import Manager
+from kvstore.core.types import GroupRule
 from kvstore.handover import producer
 from kvstore.handover import request_leases as h
 from kvstore.handover.heartbeats import Held, Requests, Waiting
@@ -21,7 +22,7 @@ from kvstore.handover.links import Links
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
-from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, keys_of, u32
+from tests.harness.fakes import SLOT_BYTES, from_u32, generations_of, hashes, keys_of, u32
 from tests.harness.handover_pair import Pair, stored
 
 S = 10**9
@@ -262,13 +263,10 @@ def test_B18_a_request_that_is_told_of_twice_is_one() -> None:
 
 
 def test_ended_requests_are_remembered_without_their_namespace() -> None:
-    class Namespace:
-        """Stands in for a manager, with all it has of memory."""
+    def made() -> Manager:
+        return Manager((GroupRule(),), generations_of(1))
 
-        def unpin(self, entries: list[object]) -> None:
-            assert not entries
-
-    leases, namespace = h.RequestLeases(0, Counter()), cast("Manager", Namespace())
+    leases, namespace = h.RequestLeases(0, Counter()), made()
     leases.running("r", namespace, SLOT_BYTES, 1)
     leases.gone("r", namespace, 1)
     assert leases.knows("r", namespace)
@@ -278,7 +276,7 @@ def test_ended_requests_are_remembered_without_their_namespace() -> None:
     del namespace
     gc.collect()
     assert kept() is None
-    assert not leases.knows("r", cast("Manager", Namespace())), "it is another one"
+    assert not leases.knows("r", made()), "it is another one"
 
 
 # Leases
