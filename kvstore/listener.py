@@ -168,7 +168,7 @@ def _lock(path: str) -> int:
 
 
 def _unlock(path: str, lock_fd: int) -> None:
-    """Take our lock file away; one that somebody has put in its place is another store's."""
+    """Delete the lock file, unless another store has made a new one at its path."""
     with contextlib.suppress(OSError):
         if _identity(path + _LOCK) == _identity(lock_fd):
             Path(path + _LOCK).unlink()

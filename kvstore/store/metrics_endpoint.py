@@ -86,7 +86,7 @@ class _Handler(WSGIRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
     def get_stderr(self) -> io.StringIO:
-        """Take the traceback of a client that goes, or leaves its answer unread: nobody's news."""
+        """Drop what wsgiref prints when a client closes the connection or does not read."""
         return io.StringIO()
 
 

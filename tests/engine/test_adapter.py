@@ -139,7 +139,11 @@ def test_O22_handshakes_of_other_connectors_with_pipeline_stages_are_left_alone(
     several = object.__new__(MultiConnector)
     several._connectors = [connector]
     theirs = {(stage, 0): KVConnectorHandshakeMetadata() for stage in (0, 1)}
+    base: Any = super(type(connector), connector)
+    with pytest.raises(ValueError, match="pp_rank > 0"):
+        base.set_xfer_handshake_metadata_pp_aware(theirs)
     several.set_xfer_handshake_metadata_pp_aware(theirs)
+    assert connector.get_handshake_metadata() is None
 
 
 def test_Q40_a_request_with_wrong_limits_is_not_handed_over(connector: Any) -> None:
