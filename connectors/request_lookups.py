@@ -35,8 +35,8 @@ class LeaseQueue:
     """The requests that found blocks and got no lease, since the leases are at their cap.
 
     They ask again in the order of their arrival, one at a time. Lookups of later requests may be on
-    their way already. They would be answered before the lookup that the earliest request repeats,
-    and take the room that was made for it, again and again.
+    their way already, or come with them. They would be answered before the lookup that the earliest
+    request repeats, and take the room that was made for it, again and again.
 
     A queue can be long. So its requests do not wait for a certain time each, but as long as now and
     then one of them has its lease.
@@ -124,6 +124,8 @@ class RequestLookups:
         self.late: LateStores | None = None  # None: blocks are stored when they are complete
         self._scope = b""
         self.queue = LeaseQueue()
+        self._room = False  # a lease has ended since the first of the queue has asked
+        self._asking: dict[int, TrackedRequest] = {}  # by lookup
         self._step = 0
         self._waited_s = 0.0  # in this step
         self._timeouts = 0  # in a row
@@ -158,6 +160,7 @@ class RequestLookups:
         )
         tracked.ask = self._client.ask(lookup)
         if tracked.ask:
+            self._asking[tracked.ask] = tracked
             tracked.phase, tracked.query = Phase.ASKED, query
             self._events.asked(tracked.request, query.hashes[: query.own])
 
@@ -180,11 +183,11 @@ class RequestLookups:
         """
         if tracked.phase is Phase.LOADED:
             tracked.phase = Phase.NEW
-        if tracked.phase in (Phase.NEW, Phase.RUNNING) and tracked.failures < FAILURES_MAX:
-            self.ask(tracked)
         self._client.receive()
+        self.line_up()
         if tracked.ask and self._client.asked_ns(tracked.ask) is None:  # lost with its session
             self.drop(tracked)
+        if tracked.phase in (Phase.NEW, Phase.RUNNING) and tracked.failures < FAILURES_MAX:
             self.ask(tracked)
         if not tracked.ask:
             return None
@@ -194,15 +197,13 @@ class RequestLookups:
         else:
             self._client.send_step()
             self._wait(tracked, idle=idle)
+            self.line_up()
             grant = self._client.grant(tracked.ask)
         if grant is None:
             return None
         if self._client.clock() >= grant.until_ns:
             self.drop(tracked)  # its pins may be gone, or more is there now
             self.ask(tracked)
-            return None
-        if grant.capped:
-            self._make_room(tracked)
             return None
         if self.late is not None and self._is_outdated(self.late, tracked, grant):
             return None
@@ -248,19 +249,46 @@ class RequestLookups:
             found = self._client.grant(tracked.ask) is not None
             self._timeouts = 0 if found else self._timeouts + 1
 
-    def _make_room(self, tracked: TrackedRequest) -> None:
-        """Leases are at their cap: release those of requests that arrived later than the first."""
+    def line_up(self) -> None:
+        """Have those that found blocks queue for a lease in their order, and the first ask again.
+
+        The first one asks as soon as a lease has ended, so that it has its own when the engine has
+        room for it. A later one that was answered before gives its lease back, or it would come
+        first; not one that a peer sends its blocks to.
+        """
+        queue, answered = self.queue, self._client.answered
+        for ask in answered:
+            tracked, grant = self._asking.get(ask), self._client.grant(ask)
+            if tracked is None or grant is None:
+                continue
+            first = queue.first
+            late = first is not None and first.arrival < tracked.arrival
+            if grant.capped:
+                self._give_way(tracked)
+                if tracked is queue.first:
+                    self._make_room(tracked)
+            elif late and grant.lease and not tracked.remote.address:
+                self._give_way(tracked)
+            elif tracked is first:
+                queue.moved(tracked)
+                self._room = True  # for the next one, it may be
+        answered.clear()
+        first = queue.first
+        if self._room and first is not None and not first.ask:
+            self._room = False
+            self.ask(first)
+
+    def _give_way(self, tracked: TrackedRequest) -> None:
         self.queue.add(tracked)
         self.drop(tracked)
-        if self.queue.blocks(tracked):
-            return
-        later = dropwhile(lambda other: other is not tracked, self._requests.values())
+
+    def _make_room(self, first: TrackedRequest) -> None:
+        """Leases are at their cap: release those of requests that arrived later than the first."""
+        later = dropwhile(lambda other: other is not first, self._requests.values())
         for other in later:
             grant = self._client.grant(other.ask)
             if grant is not None and grant.lease:
-                self.drop(other)
-                self.queue.add(other)
-        self.ask(tracked)
+                self._give_way(other)
 
     def is_waiting(self, tracked: TrackedRequest) -> bool:
         """Return True if a request without an answer will have one, or will ask for one."""
@@ -295,17 +323,30 @@ class RequestLookups:
     def drop(self, tracked: TrackedRequest) -> None:
         """Give up a request's lookup, if it has one, and its answer."""
         if tracked.ask:
-            self._client.drop(tracked.ask)
-            tracked.ask, tracked.phase = 0, Phase.NEW
+            self._forget(tracked)
+            tracked.phase = Phase.NEW
 
     def end(self, tracked: TrackedRequest, *, used: bool = False) -> None:
         """A request was admitted, or is over. used: a load has its lease now."""
         self.queue.remove(tracked)
         if used:
             self._client.take(tracked.ask)
+            self._asking.pop(tracked.ask, None)
         elif tracked.ask:
-            self._client.drop(tracked.ask)
+            self._forget(tracked)
         tracked.ask, tracked.query = 0, NO_QUERY
+
+    def lease_ended(self) -> None:
+        """There may be room for another."""
+        self._room = True
+
+    def _forget(self, tracked: TrackedRequest) -> None:
+        grant = self._client.grant(tracked.ask)
+        if grant is not None and grant.lease:
+            self._room = True
+        self._client.drop(tracked.ask)
+        self._asking.pop(tracked.ask, None)
+        tracked.ask = 0
 
     def next_step(self) -> None:
         """End a step, and with it what was waited."""

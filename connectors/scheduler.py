@@ -306,6 +306,7 @@ class SchedulerHalf:
         self._client.overwritten(written)
         idle = not step.scheduled
         self._client.receive(IDLE_WAIT_S if idle and self._hand_overs.has_unstored() else 0.0)
+        self._lookups.line_up()
         sent = self._hand_overs.store_rest()
         if self._step_loads is not None:
             self._step_loads.begin_step(self._geometry, step.table)
@@ -395,6 +396,7 @@ class SchedulerHalf:
 
     def _loaded(self, tracked: TrackedRequest, *, failed: bool) -> None:
         self._loads.ended(tracked)
+        self._lookups.lease_ended()
         self._hand_overs.release(tracked.request.request_id)
         tracked.phase = Phase.NEW if failed else Phase.LOADED
         tracked.deferred_ns = None

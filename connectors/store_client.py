@@ -238,6 +238,7 @@ class StoreClient:
         self.known = KnownKeys()  # blocks that are in the store's memory
         self._asked_ns: dict[int, int] = {}
         self._grants: dict[int, Grant] = {}
+        self.answered: list[int] = []  # lookups that have an answer since the reader's last look
         self._lookups: list[p.Lookup] = []
         self._release: list[int] = []
         self._hand_overs: list[p.HandedOver] = []
@@ -291,6 +292,7 @@ class StoreClient:
         self._tokens, self._tokens_bytes, self._snapshot = [], 0, None
         self._asked_ns.clear()
         self._grants.clear()
+        self.answered.clear()
         self._lookups, self._release = [], []
         self._hand_overs, self._remote_releases, self._readable_blocks = [], [], []
         self._untold_tenants = sorted(self._tenants)
@@ -518,6 +520,7 @@ class StoreClient:
                 kept=ALL if granted.kept is None else granted.kept,
                 missed=granted.missed,
             )
+            self.answered.append(granted.ask)
         self.credits.extend(array(framing.U32, answers.credits))
         if answers.lost:  # blocks that have left may be among them
             self.known = KnownKeys()

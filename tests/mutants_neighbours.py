@@ -3,7 +3,30 @@
 from __future__ import annotations
 
 NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
+    "connectors/request_lookups.py": (
+        ("lease_queue -k comes_later", "late and grant.lease and", "False and"),
+        ("lease_queue -k finds_nothing", "late and grant.lease and", "late and"),
+        ("lease_queue -k what_a_peer", " and not tracked.remote.address", ""),
+        ("lease_queue -k before_the_engine", "self._room = True  # for the next one, it may be"),
+        (
+            "lease_queue -k before_the_engine",
+            "if self._room and first is not None and not first.ask:",
+            "if first is not None and not first.ask:",
+        ),
+        (
+            "lease_queue -k before_the_engine",
+            "if grant is not None and grant.lease:\n            self._room = True",
+            "if False:\n            self._room = True",
+        ),
+        (
+            "lease_queue -k before_the_engine",
+            "self._room = False\n            self.ask",
+            "self.ask",
+        ),
+    ),
     "connectors/scheduler.py": (
+        ("lease_queue -k before_the_engine", "self._lookups.lease_ended()"),
+        ("lease_queue -k before_the_engine", "self._lookups.line_up()"),
         (
             "scheduler_half -k O15_after_a_failed",
             "if tracked.gives_way and tokens is not None",

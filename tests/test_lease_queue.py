@@ -16,7 +16,7 @@ def at_the_cap() -> tuple[Script, Request, Request, int]:
     script.arrive(first, capped=True)
     script.arrive(last, [0, 1])
     assert script.matched(first) == (None, False)
-    (step,) = script.steps()
+    step, *_ = script.steps()
     assert len(step.release) == 1
     return script, first, last, step.lookups[0].ask
 
@@ -42,9 +42,10 @@ def test_O20_whoever_was_asked_for_on_the_way_has_to_give_it_back_too() -> None:
     script.answer(asked, capped=True)
     assert script.matched(first) == (None, False)
     assert script.matched(last) == script.matched(third) == (None, False)
-    (step,) = script.steps()
+    step, *others = script.steps()
     assert step.release == (theirs,)
     assert len(step.lookups) == 1, "the first one's"
+    assert not any(other.lookups for other in others)
 
 
 def test_O20_whoever_has_not_asked_yet_may() -> None:
@@ -53,6 +54,75 @@ def test_O20_whoever_has_not_asked_yet_may() -> None:
     fresh = Request("c", 33, "c")
     script.half.on_new_request(fresh)
     assert len(script.lookups()) == 1
+
+
+def test_O20_who_finds_nothing_waits_for_nobody() -> None:
+    script, first, *_ = at_the_cap()
+    fresh = Request("c", 33, "c")
+    script.arrive(fresh)  # the answer names no block
+    assert script.matched(first) == (None, False)
+    assert script.matched(fresh) == (0, False)
+
+
+def test_O20_who_comes_later_gives_a_lease_back_while_an_earlier_one_has_none() -> None:
+    """`bench load`: those that came took the room as it came, and overtook half of the queue."""
+    script, first, last, asked = at_the_cap()
+    fresh = Request("c", 33, "c")
+    theirs = script.arrive(fresh, [0, 1])
+    script.step()
+    assert script.released() == [theirs]
+    script.answer(asked, [0, 1])
+    script.step()
+    (next_asked,) = script.lookups()
+    assert script.matched(fresh) == (None, False)
+    assert script.lookups() == [], "the other one comes before it"
+    script.answer(next_asked.ask, [0, 1])
+    assert tried(script, [first, last, fresh]) == [(32, True), (32, True), (None, False)]
+
+
+def test_O20_what_a_peer_sends_is_not_given_back() -> None:
+    script, first, _, _ = at_the_cap()
+    fresh = Request("c", 33, "c")
+    where = {
+        "do_remote_prefill": True,
+        "remote_host": "10.0.0.1",
+        "remote_port": 1,
+        "remote_engine_id": "e",
+        "remote_request_id": "r",
+        "remote_block_ids": [[1, 2]],
+    }
+    script.half.on_new_request(fresh, where)
+    (theirs,) = script.lookups()
+    assert theirs.peer
+    script.answer(theirs.ask, [0, 1])
+    script.step()
+    assert script.released() == []
+    assert tried(script, [first, fresh]) == [(None, False), (32, True)]
+
+
+def test_O20_the_first_has_its_lease_before_the_engine_has_room_for_it() -> None:
+    """It asked when its turn came, and the next in the queue ran in its place."""
+    script, loading, waiting = Script(), Request("a", 33), Request("b", 33, "b")
+    script.arrive(loading, [0, 1])
+    script.load(loading, [[1, 2]])
+    script.arrive(waiting, [0, 1])
+    first, second = requests = [Request(name, 33, name) for name in "cd"]
+    for request in requests:
+        script.arrive(request, capped=True)
+    script.step()
+    assert script.lookups() == [], "no lease has ended since"
+    script.half.on_output({}, ["a"], [])
+    script.step()
+    (again,) = script.lookups()
+    script.answer(again.ask, capped=True)
+    script.step()
+    assert script.lookups() == [], "there was too little room; it waits for more"
+    script.half.request_finished("b", ())
+    for _ in requests:
+        script.step()
+        (again,) = script.lookups()
+        script.answer(again.ask, [0, 1])
+    assert tried(script, [first, second]) == [(32, True)] * 2
 
 
 @pytest.mark.parametrize("how", ["ended", "out of reach", "admitted"])

