@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.eviction import LRU
 from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
+from kvstore.core.hit_curve import TURNS_COVERED, HitCurve
 from kvstore.core.leases import NEVER_NS, Generations
 from kvstore.core.manager import Manager
 from kvstore.core.policy import MakePolicy
-from kvstore.core.segmented import GHOSTS
+from kvstore.core.segmented import GHOSTS, SEGMENTED
 from kvstore.core.tiering import Found, Tiering
 from kvstore.core.types import (
     BlockKey,
@@ -320,6 +322,9 @@ class _Store:
         budget: WriteBudget | None,
     ) -> None:
         self._memory = _Memory(memory_blocks, policy)
+        self._curve = HitCurve() if policy == SEGMENTED else None
+        if self._curve is not None:
+            self._curve.covered = TURNS_COVERED * memory_blocks
         self._disk = None if disk_blocks is None else _Disk(disk_blocks)
         tiers = () if self._disk is None else (self._disk,)
         budgets = {} if budget is None else {NVME: budget}
@@ -333,6 +338,9 @@ class _Store:
         """Use what is here of a prompt and store the rest; count the blocks of each tier."""
         manager, tiering = self._memory.manager, self._tiering
         manager.now_s = now_ns // 1_000_000_000
+        if self._curve is not None:
+            self._curve.use([xxh3_64_intdigest(key) for key in chain.keys(0, chain.blocks)])
+            manager.slots.in_turns = self._curve.in_turns(manager.slots.capacity)
         memory = found = manager.lookup(chain, chain.blocks).blocks
         if self._disk is not None and found < chain.blocks:
             result, count = self._disk.leading(chain.keys(0, chain.blocks), found)
@@ -343,12 +351,12 @@ class _Store:
         lease = manager.prepare_load(chain, found, _OWNER, NEVER_NS) if found else None
         found = 0 if lease is None else len(lease.entries)
         tiering.poll(now_ns)
-        if found < chain.blocks:
-            keys = chain.keys_at(0, range(found, chain.blocks))
-            self._memory.store(keys, chain.key(0, found - 1) if found else None)
         if lease is not None:
             tiering.used(chain, lease)
             manager.complete_load(lease.lease_id)
+        if found < chain.blocks:
+            keys = chain.keys_at(0, range(found, chain.blocks))
+            self._memory.store(keys, chain.key(0, found - 1) if found else None)
         changes = manager.take_changes()
         if self._disk is not None:
             tiering.changed(changes)

@@ -34,6 +34,12 @@ _HASHES = 1 << 64
 _USES_MAX = 1 << 26  # then all that was counted counts half
 
 
+TURNS = 2.0
+"""What comes in turns would hit more than so many times what recency hits."""
+TURNS_COVERED = 8
+"""Of what capacity the curve need be known to tell what comes in turns, in times of memory's."""
+
+
 class HitCurve:
     """The uses of one namespace's blocks; about 1.5 MB however many there are."""
 
@@ -51,6 +57,7 @@ class HitCurve:
         self._window: Counter[int] = Counter()
         self._looked = self._first = 0
         self._began = 0  # the window: by the clock
+        self._in_turns, self._look_at = False, 0.0
 
     def use(self, hashes: Sequence[int]) -> None:
         """A request asks for these blocks, each named by 64 bits that are as good as random."""
@@ -142,3 +149,23 @@ class HitCurve:
             count = hits[whole + 1] + self._distances[whole + 1] * (end - whole)
             found.append(min(1.0, count / self.uses) if blocks >= 1 and self.uses else 0.0)
         return found
+
+    def in_turns(self, blocks: int) -> bool:
+        """Tell whether what comes back comes in turns, and too late for so many blocks.
+
+        Then recency hits less than half of what it would if some of the requests had all the room,
+        and the others none: the upper hull of the curve (Talus, Beckmann and Sanchez, HPCA 2015).
+        """
+        if self.uses >= self._look_at and blocks:
+            self._look_at = self.uses + blocks / 8
+            sizes = [blocks * TURNS_COVERED ** (step / 12) for step in range(-12, 13)]
+            ratios = self.ratios(sizes)
+            here = ratios[12]
+            # The hull at `blocks` is the highest of the lines over it.
+            hull = max(
+                low + (high - low) * (blocks - small) / (large - small)
+                for small, low in zip([0, *sizes[:13]], [0.0, *ratios[:13]], strict=True)
+                for large, high in zip(sizes[13:], ratios[13:], strict=True)
+            )
+            self._in_turns = self.uses >= 2 * blocks and hull > TURNS * here
+        return self._in_turns

@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -81,6 +82,14 @@ def hit_of(
         if entry.state is _COMING:
             ages[at] = (ages[at] + 1) & 0xFFFFFFFF
     return GroupHit(indices, slots, ages)
+
+
+class Loadable(NamedTuple):
+    """Blocks that can be leased: by group; all of them; and those that take the pins, as Lease."""
+
+    groups: tuple[GroupHit, ...]
+    entries: Sequence[Entry]
+    pinned: Sequence[Entry]
 
 
 class Lease(msgspec.Struct, eq=False):

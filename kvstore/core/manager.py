@@ -34,7 +34,7 @@ from kvstore.core.errors import InvariantBroken, check
 from kvstore.core.eviction import LRU, LeafLRU
 from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
 from kvstore.core.index import Entry, Index, Node, Path, State
-from kvstore.core.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
+from kvstore.core.leases import Generations, GroupHit, Lease, LeaseBook, Loadable, hit_of
 from kvstore.core.lookup import Answer, Below, common_hit
 from kvstore.core.policy import MakePolicy, PluginOrder
 from kvstore.core.segmented import SEGMENTED, SegmentedLRU
@@ -325,14 +325,17 @@ class Manager:
     def prepare_load(
         self, chain: Chain, limit: int, owner: int, deadline_ns: int, *, coming: bool = True
     ) -> Lease | None:
-        """Pin what is present of the first `limit` blocks, or coming; None if nothing is.
+        """Lease what loadable() finds; None if it finds nothing."""
+        found = self.loadable(chain, limit, coming=coming)
+        return None if found is None else self.lease(found, owner, deadline_ns)
 
-        Groups that need the whole prefix are pinned as far as every one of them reaches, the
+    def loadable(self, chain: Chain, limit: int, *, coming: bool = True) -> Loadable | None:
+        """Find what is present of the first `limit` blocks, or coming; None if nothing is.
+
+        Groups that need the whole prefix are found as far as every one of them reaches, the
         others wherever a block of theirs is present in that range: which of these a request
-        needs depends on what its engine has computed itself. Recency is refreshed now for the paths
-        of the former, whose last block others may hang below, and with the last pin for leaves.
-        What is in slots that are to go is not pinned any more: engines that come now do not map
-        them.
+        needs depends on what its engine has computed itself. What is in slots that are to go is
+        left out: engines that come now do not map them.
         """
         limit = min(limit, chain.blocks)
         full = [group for group, rule in enumerate(self.rules) if rule.trailing is None]
@@ -360,12 +363,12 @@ class Manager:
             hits.append(hit_of(indices, present, self.slots.generations, ready=ready))
             entries += present
             pinned += present[-1:] if linked else present
-        if not entries:
-            return None
-        for group in full:
-            self.touch(chain.key(group, limit - 1))
-        lease = self.leases.add(owner, deadline_ns, tuple(hits), entries, pinned)
-        for entry in pinned:
+        return Loadable(tuple(hits), entries, pinned) if entries else None
+
+    def lease(self, found: Loadable, owner: int, deadline_ns: int) -> Lease:
+        """Pin what loadable() has just found, until complete_load(); that is no use of it yet."""
+        lease = self.leases.add(owner, deadline_ns, *found)
+        for entry in found.pinned:
             if entry.next is not None and not entry.children:  # a pinned leaf is in no order
                 self._policy.remove(entry)
         return lease
@@ -381,16 +384,23 @@ class Manager:
         self._policy.used(entry, self.now_s)
         self.slots.used_s[entry.slot] = self.now_s
 
-    def complete_load(self, lease_id: LeaseId, damaged: Collection[Slot] = ()) -> bool:
-        """End a lease; False if it had ended before. Blocks in damaged slots are dropped."""
+    def complete_load(
+        self, lease_id: LeaseId, damaged: Collection[Slot] = (), *, used: bool = True
+    ) -> bool:
+        """End a lease; False if it had ended before. Blocks in damaged slots are dropped.
+
+        used: a request has come that far; a use of the whole path, also where its engine had the
+        blocks itself.
+        """
         lease = self.leases.end(lease_id)
         if lease is None:
             return False
         for entry in lease.pinned:
             if entry.state is _READY and self.index.holds(entry):  # else it was cleared
-                self._policy.keep(entry)
-                if not entry.children:
-                    self._used_until_now(entry)
+                if used:
+                    self._touch(entry)
+                elif not entry.children:
+                    self._policy.unpinned(entry)
             elif entry.state is _DROPPED and not entry.pins:
                 self.slots.release(entry.slot)
         if damaged:
@@ -409,7 +419,7 @@ class Manager:
         """End the leases that nobody completed in time, and name them."""
         late = self.leases.due(now_ns)
         for lease_id in late:
-            self.complete_load(lease_id)
+            self.complete_load(lease_id, used=False)
         return late
 
     def ready(self, key: BlockKey) -> Entry | None:

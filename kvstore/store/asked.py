@@ -50,7 +50,9 @@ class Asked:
             groups = len(namespace.layout.rules)
             chain = Chain(lookup.hashes, lookup.width, groups, lookup.scope)
             keys = chain.keys_at(namespace.full_first[0], range(first, end))
-            namespace.curve.use(list(_hashes(keys)))
+            curve, slots = namespace.curve, namespace.manager.slots
+            curve.use(list(_hashes(keys)))
+            slots.in_turns = curve.in_turns(slots.capacity)
             room -= end - first
             if first:
                 self._waiting.appendleft((namespace, lookup, first))

@@ -440,10 +440,10 @@ class Lookups:
         if not capped:
             coming = not ask.memory_only
             limit = found.end if found.there else chain.blocks
-            lease = manager.prepare_load(chain, limit, session.number, deadline_ns, coming=coming)
-        if lease is not None and self._too_many(namespace, pinned, len(lease.entries)):
-            manager.complete_load(lease.lease_id)
-            lease, capped = None, True
+            here = manager.loadable(chain, limit, coming=coming)
+            if here is not None:
+                capped = self._too_many(namespace, pinned, len(here.entries))
+                lease = None if capped else manager.lease(here, session.number, deadline_ns)
         if ask.direct is not None:
             reads = None if capped else self._reads(ask, lease, found.blocks)
             if reads is not None and self._peers is not None and ask.fetch is not None:

@@ -386,9 +386,10 @@ class Store:
         if step.unstored:
             namespace.unstored.add(map(BlockKey, step.unstored), namespace.manager.now_s)
         for lookup in step.lookups:
-            self._recorder.note(namespace, lookup, self._now_ns)
             answer = self._lookups.ask(session, namespace, lookup, self._now_ns)
-            self.asked.note(namespace, lookup)
+            if answer is None or not answer.capped:  # else it is asked again
+                self._recorder.note(namespace, lookup, self._now_ns)
+                self.asked.note(namespace, lookup)
             if answer is not None:
                 session.news.granted.append(answer)
 
