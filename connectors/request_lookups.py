@@ -199,6 +199,8 @@ class RequestLookups:
             self._wait(tracked, idle=idle)
             self.line_up()
             grant = self._client.grant(tracked.ask)
+            if not tracked.ask:  # leases were at their cap
+                self.ask(tracked)
         if grant is None:
             return None
         if self._client.clock() >= grant.until_ns:

@@ -233,3 +233,15 @@ def test_O20_who_left_the_line_and_came_back_has_his_place_again() -> None:
         assert line.first is tracked
         line.remove(tracked)
     assert line.first is None
+
+
+def test_O20_who_hears_of_the_cap_while_the_engine_waits_for_the_answer_is_not_computed() -> None:
+    script, request = Script(), Request("a", 33)
+    script.half.on_new_request(request)
+    (asked,) = script.lookups()
+    script.answer(asked.ask, capped=True)
+    script.on_its_way, script.inbox = script.inbox, []
+    assert script.matched(request) == (None, False)
+    (again,) = script.lookups()
+    script.answer(again.ask, [0, 1])
+    assert script.matched(request) == (32, True)
