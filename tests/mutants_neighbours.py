@@ -4,7 +4,11 @@ from __future__ import annotations
 
 NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "connectors/request_lookups.py": (
-        ("lease_queue -k hears_of_the_cap", "if not tracked.ask:  # leases were at their cap"),
+        (
+            "lease_queue -k hears_of_the_cap",
+            "if not tracked.ask:  # leases were at their cap",
+            "if False:",
+        ),
         ("lease_queue -k comes_later", "late and grant.lease and", "False and"),
         ("lease_queue -k finds_nothing", "late and grant.lease and", "late and"),
         ("lease_queue -k what_a_peer", " and not tracked.remote.address", ""),
