@@ -137,8 +137,8 @@ class RequestLookups:
         """
         if not tracked.may_load or self.queue.blocks(tracked):
             return
-        again, load_from = tracked.failures > 0, tracked.policy.load_from
-        remote = tracked.remote if load_from.peers and not again else NO_REMOTE
+        failed, load_from = tracked.failures > 0, tracked.policy.load_from
+        remote = tracked.remote if load_from.peers and not failed else NO_REMOTE
         query = query_for(self._geometry, tracked.request, remote)
         if not query.blocks:
             return
@@ -147,7 +147,7 @@ class RequestLookups:
             hashes=b"".join(query.hashes),
             width=self._geometry.hash_bytes,
             scope=self._scope + tracked.tag,
-            memory_only=again or not load_from.disk,
+            memory_only=failed or not load_from.disk,
             peer=remote.address,
             request=remote.request,
             push=remote.push,
@@ -157,6 +157,7 @@ class RequestLookups:
             hinted=remote.hinted,
             off_disk=not tracked.policy.store_in.disk,
             block_ns=None if self.pace is None else self.pace.block_ns(self._geometry.block_tokens),
+            again=failed or tracked.query is not NO_QUERY,
         )
         tracked.ask = self._client.ask(lookup)
         if tracked.ask:

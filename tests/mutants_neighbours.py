@@ -9,6 +9,7 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if not tracked.ask:  # leases were at their cap",
             "if False:",
         ),
+        ("lease_queue -k asks_again_says_so", " or tracked.query is not NO_QUERY", ""),
         ("lease_queue -k comes_later", "late and grant.lease and", "False and"),
         ("lease_queue -k finds_nothing", "late and grant.lease and", "late and"),
         ("lease_queue -k what_a_peer", " and not tracked.remote.address", ""),

@@ -296,7 +296,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("hit_curve -k Q62_a_request", "for hashed in reversed(", "for hashed in list("),
     ),
     "kvstore/store/asked.py": (
-        ("advise -k Q62_a_store", "lookup.memory_only or not blocks", "not blocks"),
+        ("advise -k Q62_a_store", "lookup.again or not blocks", "not blocks"),
         ("advise -k Q62_a_long", " or self._bytes + size > WAITING_BYTES_MAX", ""),
         ("advise -k Q62_a_tenants", "lookup.width, groups, lookup.scope)", "lookup.width, groups)"),
     ),
@@ -305,7 +305,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/store/recorder.py": (
         ("record -k Q61_a_store", "if self._bytes + len(lookup.hashes) > KEPT_BYTES:"),
-        ("record -k Q61_what", " or lookup.memory_only", ""),
+        ("record -k Q61_what", " or lookup.again", ""),
         ("record -k Q61_a_store", "if number != self._number and now_ns < self._until_ns:"),
     ),
     "kvstore/replay.py": (

@@ -37,7 +37,7 @@ def test_Q62_a_store_predicts_what_its_tiers_would_hit_with_other_sizes(store: L
         live.put(hashes(4, "mine"))
         for _ in range(2):
             live.read(live.ask(hashes(4, "mine")))
-        live.read(live.ask(hashes(4, "mine"), memory_only=True))  # the same request again
+        live.read(live.ask(hashes(4, "mine"), again=True))  # the same request
         eventually(lambda: admin.status(store.path).predictions)
         eventually(lambda: not store.server.store.asked.waits)
         found = admin.status(store.path)

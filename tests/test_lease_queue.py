@@ -245,3 +245,17 @@ def test_O20_who_hears_of_the_cap_while_the_engine_waits_for_the_answer_is_not_c
     (again,) = script.lookups()
     script.answer(again.ask, [0, 1])
     assert script.matched(request) == (32, True)
+
+
+def test_Q61_Q62_whoever_asks_again_says_so() -> None:
+    """Else each question of a request that waits for a lease would be a use of its blocks."""
+    script, request = Script(), Request("a", 33)
+    script.half.on_new_request(request)
+    (first,) = script.lookups()
+    script.answer(first.ask, capped=True)
+    assert script.matched(request) == (None, False)
+    (again,) = script.lookups()
+    script.half.on_new_request(Request("b", 33, "b"))
+    (other,) = script.lookups()
+    assert again.hashes == first.hashes
+    assert (first.again, again.again, other.again) == (False, True, False)

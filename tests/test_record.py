@@ -33,7 +33,7 @@ def recorded(store: LiveStore, file: Path, one: LiveEngine, *chains: list[bytes]
     def watch(done: Written) -> None:
         if not told:
             asks(one, *chains)
-            one.ask(chains[0], memory_only=True)
+            one.ask(chains[0], again=True)
         told.append(done)
         if len(told) == 3:
             raise KeyboardInterrupt

@@ -27,9 +27,9 @@ class Asked:
         self._bytes = 0
 
     def note(self, namespace: Namespace, lookup: Lookup) -> None:
-        """Note a lookup, which was found right; one that is made again after a failure is none."""
+        """Note a lookup, which was found right; one that is made again is none."""
         blocks, size = len(lookup.hashes) // lookup.width, len(lookup.hashes) + LOOKUP_BYTES
-        if lookup.memory_only or not blocks or self._bytes + size > WAITING_BYTES_MAX:
+        if lookup.again or not blocks or self._bytes + size > WAITING_BYTES_MAX:
             return
         namespace.hash_bytes = lookup.width
         self._waiting.append((namespace, lookup, blocks))

@@ -52,8 +52,8 @@ class Recorder:
         self._bytes = self._dropped = 0
 
     def note(self, namespace: Namespace, lookup: Lookup, now_ns: int) -> None:
-        """Note a lookup, if a recording goes on. One that is made again after a failure is none."""
-        if now_ns >= self._until_ns or lookup.memory_only:
+        """Note a lookup, if a recording goes on. One that is made again is none."""
+        if now_ns >= self._until_ns or lookup.again:
             return
         if self._bytes + len(lookup.hashes) > KEPT_BYTES:
             self._dropped += 1

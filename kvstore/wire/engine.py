@@ -66,7 +66,8 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     up for it is not copied to lower tiers. block_ns: how long the engine computes a block; what
     takes longer to read from a lower tier or a peer is left out of the answer. 0: it does not know
     yet, and what another engine has told counts; None: nothing is left out. hinted: how many
-    leading blocks a router says that the peer has; 0: the peer is of a hand-over.
+    leading blocks a router says that the peer has; 0: the peer is of a hand-over. again: the engine
+    has asked for this request before, so its blocks are not counted as used once more.
     """
 
     ask: Number
@@ -83,6 +84,7 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     off_disk: bool = False
     block_ns: Annotated[int, msgspec.Meta(ge=0, le=limits.BLOCK_NS_MAX)] | None = None
     hinted: Count = 0
+    again: bool = False
 
 
 class HandedOver(msgspec.Struct, frozen=True, array_like=True):
