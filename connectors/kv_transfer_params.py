@@ -28,6 +28,7 @@ _EXPECTED = {
 }
 _SENT = {"remote_request_id": limits.TEXT_MAX, "remote_host": HOST_MAX}  # to our store
 _SHOWN_MAX = 80  # characters of a wrong value
+_BITS_MAX = 128  # of a wrong number; Python raises for one of thousands of digits
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
 
@@ -126,7 +127,7 @@ def _remote(
             )
     port = params.get("remote_port")
     if isinstance(port, int) and not 0 <= port <= PORT_MAX:
-        wrong.append(f"remote_port: expected a port up to {PORT_MAX}, found {port}")
+        wrong.append(f"remote_port: expected a port up to {PORT_MAX}, found {brief(port)}")
     blocks = params.get("remote_block_ids")
     # A router made for pushing leaves block ids out: where our store chooses the way, it may.
     unsaid = push is None and blocks is None and params.get("tp_size") is not None
@@ -143,9 +144,14 @@ def _remote(
     return Remote(address, params["remote_request_id"], push, tokens, turn)
 
 
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002 - as reprlib calls it
+        return repr(x) if x.bit_length() <= _BITS_MAX else f"a number of {x.bit_length()} bits"
+
+
 def brief(value: object) -> str:
     """Show some of a value that came with a request, in one line."""
-    short = reprlib.Repr()
+    short = _Short()
     short.maxstring = short.maxother = _SHOWN_MAX
     return one_line(short.repr(value), 2 * _SHOWN_MAX)
 

@@ -81,6 +81,17 @@ def test_B7_what_is_missing_or_wrong_is_named(name: str, value: object) -> None:
         remote_of({**GIVEN, name: value})
 
 
+@pytest.mark.parametrize("name", [*GIVEN, "remote_num_tokens"])
+def test_B7_a_number_that_python_does_not_write_is_refused(name: str) -> None:
+    for value in (10**5000, -(10**5000), [[[10**5000]]]):
+        change = {name: value, "tp_size": 1}
+        if name == "remote_num_tokens" and isinstance(value, int) and value > 0:
+            assert remote_of({**GIVEN, **change}).tokens == value, "as many as it likes"
+            continue
+        with pytest.raises(ConfigError, match=f"{name}: expected .* found .*a number of 16610 bits"):
+            remote_of({**GIVEN, **change})
+
+
 @pytest.mark.parametrize("blocks", [None, [], [[]], 5, "ids", [["1"]], {"0": [1]}])
 @pytest.mark.parametrize("tokens", [None, 64])
 def test_B7_a_pull_without_remote_blocks_is_refused(blocks: object, tokens: object) -> None:
