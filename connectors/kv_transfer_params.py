@@ -16,7 +16,7 @@ import msgspec
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import PORT_MAX
-from kvstore.units import one_line
+from kvstore.units import one_line, written
 from kvstore.wire.framing import is_sendable
 
 HOST_MAX = limits.NAME_MAX - len(f"[]:{PORT_MAX}")
@@ -28,7 +28,6 @@ _EXPECTED = {
 }
 _SENT = {"remote_request_id": limits.TEXT_MAX, "remote_host": HOST_MAX}  # to our store
 _SHOWN_MAX = 80  # characters of a wrong value
-_BITS_MAX = 128  # of a wrong number; Python raises for one of thousands of digits
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
 
@@ -146,7 +145,7 @@ def _remote(
 
 class _Short(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002 - as reprlib calls it
-        return repr(x) if x.bit_length() <= _BITS_MAX else f"a number of {x.bit_length()} bits"
+        return written(x)
 
 
 def brief(value: object) -> str:

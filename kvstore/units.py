@@ -28,6 +28,7 @@ _BYTE_UNITS = {
 }
 _DURATION_UNITS_NS = {"us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
 
+_BITS_MAX = 128  # of a number that is written out
 _SHOWN_MAX = 80  # characters: a part of one line
 
 # What the system's own interfaces take as a size.
@@ -90,6 +91,12 @@ def wrong(expected: str, found: object) -> ConfigError:
     return ConfigError(f"expected {expected}, found {shown(found)}")
 
 
+def written(number: int) -> str:
+    """Write a number; one of thousands of digits, for which Python raises, by its size."""
+    bits = number.bit_length()
+    return str(number) if bits <= _BITS_MAX else f"a number of {bits} bits"
+
+
 def shown(value: object) -> str:
     """Show a value as its file would, short enough for one line."""
     if isinstance(value, bool):
@@ -100,6 +107,8 @@ def shown(value: object) -> str:
         text = "a table"
     elif isinstance(value, list):
         text = "a list"
+    elif isinstance(value, int):
+        text = written(value)
     else:
         text = str(value)
     return text if len(text) <= _SHOWN_MAX else text[: _SHOWN_MAX - 3] + "..."

@@ -69,6 +69,7 @@ def test_Q36_tiers_are_those_that_an_entry_fits(tiers: list[Any], expected: Tier
     ("name", "value", "text"),
     [
         ("max_load_tokens", -1, "whole number from 0 to 1000000000"),
+        pytest.param("max_load_tokens", 10**5000, "found a number of 16610 bits", id="long"),
         ("max_load_tokens", True, "whole number"),
         ("max_offload_tokens", "8", "whole number"),
         ("offload_prompt_only", 1, "true or false"),
