@@ -392,6 +392,11 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/handover/consumer.py": (
         (
+            "direct_fetch -k S2_direct_memory",
+            "check_ranks(self._source.layout, message.ranks)",
+            "pass",
+        ),
+        (
             "slow_peers -k O21_what_a_peer_still",
             "if fetch is None or tier == PREFILL:",
             "if not fetch:",

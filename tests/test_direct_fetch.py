@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvstore.core.errors import ProtocolError
-from kvstore.core.layout import RankPages
+from kvstore.core.layout import PIECES_MAX, PageRun, RankPages
 from kvstore.core.leases import GroupHit
 from kvstore.core.lookup import Answer
 from kvstore.core.manager import Manager
@@ -94,6 +94,18 @@ def test_B14_direct_blocks_are_of_one_fetch_and_offered_to_nobody_else() -> None
     pair.run(5)
     assert pair.passed == {(number, 1): True}
     pair.check_nothing_left()  # what was not claimed was let go of
+
+
+def test_S2_direct_memory_of_a_peer_that_workers_would_go_through_for_long_is_refused() -> None:
+    pair, chain = stored(1)
+    number = offered(pair, chain)
+    run = PageRun(0, 1, PIECES_MAX, 4096, 1 << 20, 1)
+    many = tuple(RankPages(f"rank {n}", b"", ((run,),)) for n in range(m.RANKS_MAX))
+    have = m.Have(number, u32([0]), u32([1]), engine=3, ranks=many)
+    with pytest.raises(ProtocolError, match="1048576 pieces of a block, expected up to 65536"):
+        pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
+    pair.claim(number, [0])
+    assert not pair.in_engines, "no worker is told"
 
 
 def test_direct_blocks_that_nobody_reads_any_more_are_let_go_of() -> None:

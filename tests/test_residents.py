@@ -21,7 +21,7 @@ from tests.harness.handover_pair import Pair, stored
 from tests.harness.script import Request, Script
 from tests.test_direct_fetch import offered, reading
 
-RANK = RankPages("theirs", b"md", ())
+RANK = RankPages("theirs", b"md", ((),))
 
 
 class Announced:
@@ -100,7 +100,7 @@ def test_a_want_is_told_of_a_few_engines_only() -> None:
     pair.run(5)
     assert len(pair.in_engines) == m.ENGINES_MAX
     assert len(pair.passed_on) == len(chain), "the others in their slots"
-    more = m.Have(number, u32([0]), u32([7]), engine=99, ranks=(RankPages("a", b"", ()),))
+    more = m.Have(number, u32([0]), u32([7]), engine=99, ranks=(RankPages("a", b"", ((),)),))
     with pytest.raises(ProtocolError, match="more than 4 of them"):
         pair.consumer.on_message(pair.peer, more, pair.taker.now_ns)
 

@@ -18,7 +18,7 @@ from kvstore.core.types import BlockKey, Chain, JobResult, LookupResult, Transfe
 from kvstore.handover.arrivals import Arrivals
 from kvstore.handover.direct_fetches import DirectFetch, Send
 from kvstore.handover.fetches import LEASE_MS, OPEN, UNCLAIMED, Fetch, Fetched
-from kvstore.handover.jobs import PREFILL, Source
+from kvstore.handover.jobs import PREFILL, Source, check_ranks
 from kvstore.handover.links import Links
 from kvstore.handover.moves import CLAIMED, MOVING, OFFERED, WANTED
 from kvstore.handover.runs import Part, runs_of
@@ -268,6 +268,7 @@ class Consumer:
                 fetch.take(message)
                 self._source.peer_block_ns = message.block_ns or self._source.peer_block_ns
             case m.Have():
+                check_ranks(self._source.layout, message.ranks)  # workers go through each piece
                 fetch.heard_ns = now_ns
                 fetch.have(message, self._regions, now_ns)
             case m.Settled():

@@ -325,8 +325,12 @@ class _Target:
     def __init__(self, pair: Pair, context: TierContext) -> None:
         self._pair = pair
         self.engines = SimpleNamespace(ranks=lambda _: pair.ranks)
+        group = SimpleNamespace(stride=context.slot_bytes)
         self.layout = SimpleNamespace(
-            digest=context.namespace, rules=(GroupRule(),), slot_bytes=context.slot_bytes
+            digest=context.namespace,
+            rules=(GroupRule(),),
+            slot_bytes=context.slot_bytes,
+            ranks=(SimpleNamespace(groups=(group,)),),
         )
 
     @property
