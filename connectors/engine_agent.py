@@ -38,6 +38,8 @@ WRITTEN_PAGES_MAX = 256  # by group and rank of a peer, with known overlaps
 OVERLAPS_MAX = 1 << 17  # kept of these
 PEERS_MAX = 1024  # agents
 NETWORKS = "^shm,cuda_ipc"  # UCX's transports but those between processes of one machine
+Pages = list[tuple[tuple[PageRun, ...], ...]]
+"""Of each rank of an engine, by group."""
 BINDINGS = (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError)
 READ_BYTES = 16 << 20  # of one read; through shared memory the starting call does all of it
 
@@ -77,7 +79,8 @@ class EngineAgent:
         self._slot_overlaps: list[list[Overlap]] = []  # with a part of a slot, by group
         self._pages: list[tuple[PageRun, ...]] = []  # by group
         self._own: list[tuple[PageRun, ...]] = []  # those of them that this rank writes
-        self._read_overlaps: dict[tuple[str, ...], list[list[Overlap]]] = {}  # by peer's agents
+        # By a peer's agents: their pages, and the overlaps of each group.
+        self._read_overlaps: dict[tuple[str, ...], tuple[Pages, list[list[Overlap]]]] = {}
         self._write_overlaps: dict[tuple[int, tuple[PageRun, ...]], list[Overlap]] = {}
         self._agent: Agent | None = None
         self._agents = 0  # made so far
@@ -211,14 +214,17 @@ class EngineAgent:
         agents = tuple(rank.agent for rank in ranks)
         for rank in ranks:
             self.meet(rank.agent, rank.metadata)
-        if agents not in self._read_overlaps:
+        theirs = [rank.pages for rank in ranks]
+        found = self._read_overlaps.get(agents)
+        if found is None or found[0] != theirs:  # another peer may have named these agents
             if len(self._read_overlaps) >= ENGINES_MAX:
                 self._read_overlaps.clear()
-            self._read_overlaps[agents] = [
-                cover(pages, [r.pages[group] if group < len(r.pages) else () for r in ranks])
-                for group, pages in enumerate(self._pages)
+            overlaps = [
+                cover(own, [pages[group] if group < len(pages) else () for pages in theirs])
+                for group, own in enumerate(self._pages)
             ]
-        return self._read_overlaps[agents]
+            found = self._read_overlaps[agents] = theirs, overlaps
+        return found[1]
 
     def write(
         self, ranks: Sequence[RankPages], group: int, blocks: Sequence[int], there: Sequence[int]

@@ -416,6 +416,23 @@ def halves() -> tuple[EngineAgent, Any, list[RankPages]]:
     return reader, reader._agent, ranks
 
 
+def test_B19_direct_what_one_peer_says_of_anothers_engine_is_not_used_for_the_other() -> None:
+    reader, agent, ranks = halves()
+    ranks[1] = RankPages("there", b"there", ranks[1].pages)
+    places: list[list[int]] = []
+
+    def move(_: str, local: Any, remote: Any, **_how: object) -> tuple[int, bool]:  # noqa: ANN401
+        places.append([*(local[:, 0] - reader._pages[0][0].base), *remote[:, 0]])
+        return 1, True
+
+    agent.move = move
+    liar = RankPages("here", b"here", ((PageRun(0, 16, 1, 9999, 16, 0),),))
+    for named in ([liar, ranks[1]], ranks, [liar, ranks[1]]):
+        reader.read_engine(named, [(Move(0, 1, 0, 0), 3)])
+    assert places[2:4] == [[32, 4096 + 3 * 16], [48, 4096 + 3 * 16]]
+    assert places[0] == places[4] == [32, 9999 + 3 * 16]
+
+
 def test_B20_direct_a_read_of_which_a_part_failed_is_over_when_the_rest_is() -> None:
     reader, agent, ranks = halves()
     agent.flying = True
