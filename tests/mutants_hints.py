@@ -29,6 +29,12 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "1 << 62",
         ),
         ("export_turns -k S2_a_peer_that_wants_much", "looks // left", "looks"),
+        (
+            "export_turns -k S2_of_blocks_that_may",
+            "not job.over and len(late) < most:",
+            "not job.over:",
+        ),
+        ("export_turns -k S2_of_blocks_that_may", "self._late_left -= len(late)"),
         ("export_turns -k S2_of_what_peers_want", "self.looking |= not look.missing"),
         (
             "request_leases -k those_who_wait",

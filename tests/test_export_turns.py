@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.core.manager import Manager
 from kvstore.core.types import BlockKey, Slot
 from kvstore.handover import moves, producer
 from kvstore.handover.consumer import STALL_NS
@@ -16,7 +17,7 @@ from kvstore.handover.transfers import Slots
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness import handover_pair
-from tests.harness.fakes import hashes, keys_of, u32
+from tests.harness.fakes import from_u32, hashes, keys_of, u32
 from tests.harness.handover_pair import LANDING, Pair, bare_fetch, content, stored
 
 
@@ -94,6 +95,38 @@ def test_S2_a_peer_that_wants_much_keeps_no_other_waiting(monkeypatch: pytest.Mo
     pair.producer.tick(pair.giver.now_ns)
     assert any(isinstance(message, m.Offer) for message in said[51])
     assert not any(isinstance(message, m.Offer) for message in said[50])
+
+
+@pytest.mark.parametrize("peers", [1, 3])
+def test_S2_of_blocks_that_may_still_come_a_turn_passes_over_a_few(
+    monkeypatch: pytest.MonkeyPatch, peers: int
+) -> None:
+    """A prompt's last blocks have slots long after its end, and each turn of the loop goes on."""
+    monkeypatch.setattr(producer, "LATE_MAX", 8)
+    pair, chain = Pair(), hashes(20)
+    pair.hand("r")
+    numbers = [pair.want(chain, request="r") for _ in range(peers)]
+    while len(offers(pair)) < peers:
+        pair.run(1)
+    leases, asked = pair.producer.request_leases, list[BlockKey]()
+    leases.done("r", pair.source.manager, 1, keys_of(chain), pair.giver.now_ns, pair.giver.now_ns)
+    may_come = leases.may_come
+
+    def counted(name: str, manager: Manager, key: BlockKey) -> bool:
+        asked.append(key)
+        return may_come(name, manager, key)
+
+    leases.may_come = counted  # type: ignore[method-assign]
+    for _ in range(10):
+        asked.clear()
+        pair.producer.tick(pair.giver.now_ns)
+        assert len(asked) == 8 + peers - 1, "one of each other job"
+    pair.put(chain)
+    pair.run(10)
+    told = [said for said in pair.down.sent if isinstance(said, m.Have)]
+    for number in numbers:
+        found = [at for said in told if said.job == number for at in from_u32(said.positions)]
+        assert sorted(found) == [*range(20)], "each once, in whatever order they came"
 
 
 def test_B18_blocks_of_an_unknown_request_that_come_meanwhile_are_offered() -> None:

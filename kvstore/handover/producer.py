@@ -31,6 +31,7 @@ from kvstore.wire.framing import Message, u32
 GRACE_NS = 5_000_000_000
 WANTED_MAX = 1 << 21  # blocks in open jobs of all peers: a few hundred bytes each
 LOOKS_MAX = 8192  # blocks that are looked for in a turn, for all peers: each takes a microsecond
+LATE_MAX = 512  # blocks that may still come and are passed over in a turn, for all peers
 EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
 
 Send = Callable[[int, Message], None]
@@ -70,6 +71,7 @@ class Producer:
         self._peers: dict[int, Peer] = {}
         self._early: dict[int, m.Hello] = {}  # peers that came before the exporter was there
         self.looking = False  # for blocks, and more of them at the next turn
+        self._late_left = LATE_MAX  # in this turn
         self._turned_away: set[int] = set()  # peers of an exporter before; they will hang up
         self.counts: Counter[str] = Counter()
         self.request_leases = RequestLeases(held_bytes_max, self.counts)
@@ -266,7 +268,7 @@ class Producer:
             hello = self._early.pop(number)
             with guard(number):
                 self._hello(number, hello)
-        self.looking, looks = False, LOOKS_MAX
+        self.looking, looks, self._late_left = False, LOOKS_MAX, LATE_MAX
         peers = [peer for peer in self._peers.values() if peer.jobs]
         for left, peer in zip(range(len(peers), 0, -1), peers, strict=True):
             with guard(peer.number):
@@ -349,19 +351,23 @@ class Producer:
     # Of one job
 
     def _advance(self, job: Job) -> None:
-        """Hold what can be held now of what is awaited, first blocks first."""
+        """Hold what can be held now of what is awaited, first blocks first.
+
+        Where many may still come, some are passed over; the others come first next.
+        """
         peer, source = job.peer, job.source
+        most = max(1, self._late_left)
         room = self.held.room(peer) // source.layout.slot_bytes
         below: dict[str, tuple[Tier, list[int]]] = {}
         late: list[int] = []
-        while job.awaited and room > 0 and not job.over:
+        while job.awaited and room > 0 and not job.over and len(late) < most:
             pinned = self.held.pin(job, room)
             room -= pinned
             if pinned:
                 continue
             if source.manager.index.get(job.keys[job.awaited[0]]) is not None:
                 break  # is being written, or brought up
-            first = islice(job.awaited, min(room, LEADING_MAX))
+            first = islice(job.awaited, min(room, LEADING_MAX, most - len(late)))
             keys = [job.keys[position] for position in first]
             found, tier, alike = source.tiering.leading(keys, 0)
             entries = source.manager.index.find(keys[1:alike])
@@ -380,7 +386,10 @@ class Producer:
                 else:
                     self.counts["gone"] += 1
                     self._done(job, (position, position + 1))
-        job.awaited.extendleft(reversed(late))
+        self._late_left -= len(late)
+        job.awaited.extend(late)
+        if len(late) < most:
+            job.awaited.rotate(len(late))
         for tier, positions in below.values():
             self.held.stage(job, tier, positions)
 
