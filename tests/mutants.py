@@ -557,7 +557,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("engine_writes -k told_again", 'if message.end == "none":'),
     ),
     "kvstore/handover/producer.py": (
-        ("peer_limits -k S2_blocks", ">= WANTED_MAX:", ">= 1 << 62:"),
+        ("peer_limits -k S2_blocks", "blocks >= WANTED_MAX or ", ""),
         ("export", "if not job.over and not job.released and now_ns >= job.deadline_ns:"),
         (
             "export -k B16_blocks_are_held",

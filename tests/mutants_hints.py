@@ -35,6 +35,7 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "not job.over:",
         ),
         ("export_turns -k S2_of_blocks_that_may", "self._late_left -= len(late)"),
+        ("peer_limits -k S2_jobs_of", ">= OPEN_MAX:", ">= 1 << 62:"),
         ("export_turns -k S2_of_what_peers_want", "self.looking |= not look.missing"),
         (
             "request_leases -k those_who_wait",

@@ -338,6 +338,20 @@ def test_S2_blocks_that_all_peers_wait_for_are_limited(
     ]
 
 
+def test_S2_jobs_of_all_peers_are_limited(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn of the loop goes through them: a hundred connections may have a thousand each."""
+    monkeypatch.setattr(producer, "OPEN_MAX", 2)
+    own, namespace = place.prefill.peers.producer, place.prefill.namespace(place.good.giver)
+    own.request_leases.running("r", namespace.manager, SLOT_BYTES, 1)
+    for number in range(3):
+        place.caller(place.hello())(wanted(hashes(1, str(number)), request="r"))
+    place.turns(1)
+    assert [message for message in place.heard if isinstance(message, m.Settled)] == [
+        m.Settled(1, end="busy")
+    ]
+    assert len(own.jobs) == 2
+
+
 def test_S2_an_unknown_request_is_looked_for_when_it_comes_and_not_in_each_turn(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ from kvstore.wire.framing import Message, u32
 GRACE_NS = 5_000_000_000
 WANTED_MAX = 1 << 21  # blocks in open jobs of all peers: a few hundred bytes each
 LOOKS_MAX = 8192  # blocks that are looked for in a turn, for all peers: each takes a microsecond
+OPEN_MAX = 1 << 13  # jobs of all peers: each turn goes through them
 LATE_MAX = 512  # blocks that may still come and are passed over in a turn, for all peers
 EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
 
@@ -201,7 +202,8 @@ class Producer:
         self._send(number, refused)
 
     def _want(self, peer: Peer, want: m.Want, now_ns: int) -> None:
-        if sum(other.blocks for other in self._peers.values()) >= WANTED_MAX:
+        blocks = sum(other.blocks for other in self._peers.values())
+        if blocks >= WANTED_MAX or sum(len(p.jobs) for p in self._peers.values()) >= OPEN_MAX:
             self.counts["refused"] += 1
             self._send(peer.number, m.Settled(want.job, end="busy"))
             return
