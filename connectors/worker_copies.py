@@ -231,7 +231,7 @@ class Copies:
             if task.slots is not None and not task.broken:
                 slots_over = self._advance_slots(task, task.slots, session, now_ns)
         except (TierError, ValueError) as exc:
-            log.error("load for %s failed: %s", job.request_id, exc)
+            log.error("load for %s failed: %s", shown(job.request_id), exc)
             slots_over = task.broken = True
         peer_over = True
         if task.peer is not None and self.direct is not None:
@@ -265,7 +265,7 @@ class Copies:
         if damaged:
             log.warning(
                 "load for %s failed: %d slots no longer hold the leased blocks",
-                job.request_id,
+                shown(job.request_id),
                 len(damaged),
             )
         copied, seconds = (0, 0.0) if load is None else (load.copied_bytes, load.seconds)
@@ -323,7 +323,7 @@ class Copies:
             if load and session and not load.end_copy(session.slots.generations):
                 return None
         except TierError as exc:
-            log.error("load for %s failed: %s", job.request_id, exc)
+            log.error("load for %s failed: %s", shown(job.request_id), exc)
         return Outcome(task, ok=False, copied_bytes=copied)
 
 

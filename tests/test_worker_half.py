@@ -157,6 +157,19 @@ def test_O15_a_slot_that_was_reused_fails_the_load(rig: Rig) -> None:
     assert rig.ask(chain).lease == 0, "the damaged copies are dropped"
 
 
+@pytest.mark.parametrize("slot", [None, 10**6])
+def test_S2_a_clients_request_id_is_short_and_escaped_in_a_log_line(
+    rig: Rig, caplog: pytest.LogCaptureFixture, slot: int | None
+) -> None:
+    _, job = two_blocks(rig, stale=-1)
+    slots = job.slots if slot is None else (slot, slot)
+    named = msgspec.structs.replace(job, request_id="r\n" + "x" * 5000, slots=slots)
+    assert rig.load(named) == [True]
+    found = [line for line in caplog.messages if "load for" in line]
+    assert found
+    assert all(line.isprintable() and len(line) < 300 for line in found)
+
+
 def test_O23_memory_is_given_back_while_a_load_waits_for_long(rig: Rig) -> None:
     """What it leases is not what goes; its store would end the session of who keeps it waiting."""
     _, waits = two_blocks(rig, stale=1)
