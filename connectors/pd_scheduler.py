@@ -30,6 +30,7 @@ from connectors.store_planner import StorePlanner
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import TEXT_MAX
+from kvstore.logs import RateLog
 from kvstore.units import one_line
 from kvstore.wire import engine as p
 from kvstore.wire.framing import is_sendable
@@ -72,6 +73,7 @@ class HandOvers:
         self._running: dict[str, bool] = {}  # computed for another engine; True: for a next turn
         self._holders: dict[str, Remote] = {}  # hold blocks for requests of this engine
         self._unstored: dict[str, _Unstored] = {}
+        self._said = RateLog(log)
 
     def start(
         self, request: EngineRequest, params: Mapping[str, Any] | None, cached: int
@@ -101,7 +103,8 @@ class HandOvers:
         """Tell whether the store can be told of a request; one with another id is warned of."""
         if is_sendable(request_id, TEXT_MAX):
             return True
-        log.warning(
+        self._said.warn(
+            "requests that are not handed over",
             "request %s is not handed over: expected an id of up to %d characters, found %d",
             one_line(request_id, _LOGGED_MAX), TEXT_MAX, len(request_id),
         )  # fmt: skip
@@ -112,7 +115,10 @@ class HandOvers:
         try:
             return remote_of(params, self._transfer)
         except ConfigError as exc:
-            log.warning("request %s is computed here: %s", one_line(request_id, _LOGGED_MAX), exc)
+            name = one_line(request_id, _LOGGED_MAX)
+            self._said.warn(
+                "wrong hand-over parameters", "request %s is computed here: %s", name, exc
+            )
             self._client.count("transfer_refused")
             return NO_REMOTE
 
@@ -197,6 +203,7 @@ class HandOvers:
 
         These are stored, and fenced until the copies end, or will not be stored any more.
         """
+        self._said.tick()
         now_ns, ended = self._client.clock(), []
         for name, rest in self._unstored.items():
             lost = rest.tracked.cursor == NEVER or rest.session != self._client.session

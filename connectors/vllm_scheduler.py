@@ -48,6 +48,7 @@ from connectors.store_connection import Attacher
 from connectors.vllm_private import OwnCache, check_private, values_of
 from kvstore.core.errors import ConfigError, NotSupported
 from kvstore.core.limits import NAME_MAX, SLOTS_MAX
+from kvstore.logs import RateLog
 from kvstore.units import one_line
 from kvstore.wire import engine as p
 
@@ -254,6 +255,7 @@ class SchedulerSide:
         self._hands_over = hands_over
         self._policy = policy
         self._step_blocks = step_blocks
+        self._said = RateLog(log)
         self._warned_of_adapters = False
 
     def bind(self, manager: Any) -> None:
@@ -291,7 +293,9 @@ class SchedulerSide:
             return policy_of(request.kv_transfer_params, self._policy)
         except ConfigError as exc:
             name = one_line(request.request_id, _LOGGED_MAX)
-            log.warning("request %s is neither loaded nor stored: %s", name, exc)
+            self._said.warn(
+                "wrong limits", "request %s is neither loaded nor stored: %s", name, exc
+            )
             self.half.limits_refused()
             return NOTHING
 

@@ -17,6 +17,7 @@ from connectors.kv_transfer_params import (
 )
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError
+from kvstore.logs import LINES_MAX
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.harness.script import Request, Script
@@ -294,6 +295,15 @@ def test_B7_S2_wrong_parameters_are_counted_and_the_prompt_is_computed(
     assert script.matched(wanted) == (32, True), "of what is here"
     script.half.request_finished("d", ())
     assert let_go(script) == [], "no peer was named"
+
+
+def test_S2_log_lines_that_requests_cause_are_few(caplog: pytest.LogCaptureFixture) -> None:
+    script = attached()
+    for number in range(50):
+        script.half.on_new_request(Request(f"w{number}", 49), {**GIVEN, "remote_port": None})
+        script.half.on_new_request(Request("x" * 5000 + str(number), 49), HANDED)
+        script.steps()
+    assert len(caplog.messages) == 2 * LINES_MAX
 
 
 @pytest.mark.parametrize("name", ["x" * (limits.TEXT_MAX + 1), "x\udc80"])
