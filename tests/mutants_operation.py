@@ -396,6 +396,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "check_ranks(self._source.layout, message.ranks)",
             "pass",
         ),
+        ("export_turns -k B20_a_read", "fetch.not_late(part.positions)"),
         (
             "slow_peers -k O21_what_a_peer_still",
             "if fetch is None or tier == PREFILL:",

@@ -361,6 +361,18 @@ def test_S2_a_fetch_that_has_ended_does_not_wait_for_a_landing_slot() -> None:
     pair.check_nothing_left()
 
 
+def test_B20_a_read_that_has_failed_leaves_no_landing_slot_in_quarantine() -> None:
+    """Nothing writes there any more; what stays there has the exporter restarted, for all peers."""
+    pair, chain = stored(4)
+    pair.moves.fails = 1.0
+    pair.want(chain)
+    pair.run(5)
+    pair.decode.ask(chain)
+    pair.run(20)
+    assert not pair.arrived(chain)
+    pair.check_nothing_left()
+
+
 def test_what_is_said_of_many_blocks_is_what_is_said_of_each() -> None:
     """Blocks 2 and 3 were asked for before, and that peer has not answered."""
     pair, chain = Pair(), hashes(5)

@@ -325,18 +325,17 @@ class Consumer:
         fetch = self._fetches.get(part.job) or self._late.get(part.job)
         if fetch is None:
             return
+        moving = fetch.in_state(part.positions, MOVING)
+        for run in () if ok else moving:
+            fetch.done(run, ok=False)
         fetch.not_late(part.positions)
         if part.job not in self._fetches:
             self._forget_late(fetch)
             return
         fetch.heard_ns = self._now_ns
         fetch.arrived_ns = self._now_ns if ok else fetch.arrived_ns
-        moving = fetch.in_state(part.positions, MOVING)
         if ok:
             self.arrivals.written(fetch, moving)
-        else:
-            for run in moving:
-                fetch.done(run, ok=False)
         self._settle(fetch)
 
     def checked(self, part: Part, right: Sequence[bool]) -> None:
