@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -267,6 +268,29 @@ def test_Q20_a_file_system_that_hangs_holds_neither_lookups_nor_the_end(tmp_path
                 process.kill()
     assert "Traceback" not in store.log_path.read_text()
     assert store.log_path.read_text().count("settings not reloaded") >= 4
+
+
+def test_Q20_a_reload_without_a_thread_is_refused_and_the_next_one_works(
+    reloads: Reloads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under TasksMax. A name of the store's threads: those that cannot start."""
+    start, refused = threading.Thread.start, {"kvstore-edge"}
+
+    def scarce(thread: threading.Thread) -> None:
+        if thread.name in refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    with reloads.store as store:
+        for name in ("kvstore-edge", "kvstore-file"):
+            refused.add(name)
+            store.server.hang_up()
+            for _ in range(5):  # more than may hang
+                with pytest.raises(ConfigError, match="nothing has changed: can't start .*TasksMax"):
+                    admin.reload(reloads.address)
+            refused.clear()
+            assert admin.reload(reloads.address).differing == []
 
 
 def test_Q20_many_reloads_at_once_are_read_once_or_twice_and_all_answered(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class _Daemons(Executor):
         self._free = threading.Semaphore(THREADS_MAX)
 
     def submit(self, call: Callable[P, R], /, *values: P.args, **named: P.kwargs) -> Future[R]:
-        """Raises ConfigError where too many calls hang."""
+        """Raises ConfigError where too many calls hang, or there is no thread for this one."""
         if not self._free.acquire(blocking=False):
             raise ConfigError(f"{THREADS_MAX} calls of the file system hang: none is added")
         future: Future[R] = Future()
@@ -55,8 +55,20 @@ class _Daemons(Executor):
             finally:
                 self._free.release()
 
-        threading.Thread(target=run, name="kvstore-file", daemon=True).start()
+        try:
+            _start("kvstore-file", run)
+        except ConfigError:
+            self._free.release()
+            raise
         return future
+
+
+def _start(name: str, work: Callable[..., object], *values: object) -> None:
+    """Start a thread. Raises ConfigError where the system has none left."""
+    try:
+        threading.Thread(target=work, args=values, name=name, daemon=True).start()
+    except RuntimeError as exc:
+        raise ConfigError(f"{exc}: raise the limit of tasks (TasksMax, ulimit -u)") from exc
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -80,12 +92,26 @@ class EdgeThread:
         self.ended: deque[Callable[[], None]] = deque()  # of what poll() tells
 
     def start(self, work: Coroutine[Any, Any, R], done: Callable[[Future[R]], None]) -> None:
-        """Begin to run work; done() gets its result in a later poll()."""
-        if self._loop is None:
-            self._loop = loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=(loop,), name="kvstore-edge", daemon=True).start()
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Begin to run work; done() gets its result in a later poll(), or that there is no thread."""
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._running())
+        except ConfigError as exc:
+            work.close()
+            future = Future()
+            future.set_exception(exc)
         future.add_done_callback(lambda ended: self.ended.append(lambda: done(ended)))
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        """Return the thread's loop, which begins now if it does not run. Raises ConfigError."""
+        if self._loop is None:
+            loop = asyncio.new_event_loop()
+            try:
+                _start("kvstore-edge", _run, loop)
+            except ConfigError:
+                loop.close()
+                raise
+            self._loop = loop
+        return self._loop
 
     def poll(self) -> None:
         """Tell of what has ended."""
