@@ -30,7 +30,8 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("systemd -k Q16_a_store_tells", "            self.health.serves()\n", ""),
     ),
     "kvstore/store/edge_thread.py": (
-        ("reload -k Q20_a_file", 'name="kvstore-file", daemon=True', "daemon=False"),
+        ("reload -k Q20_a_file", "name=name, daemon=True", "daemon=False"),
+        ("reload -k Q20_a_reload", "            self._free.release()\n            raise", "raise"),
         ("reload -k Q20_a_file", "timeout=READ_S", "timeout=None"),
         ("reload -k Q20_a_file", "if not self._free.acquire(blocking=False):"),
     ),

@@ -287,7 +287,9 @@ def test_Q20_a_reload_without_a_thread_is_refused_and_the_next_one_works(
             refused.add(name)
             store.server.hang_up()
             for _ in range(5):  # more than may hang
-                with pytest.raises(ConfigError, match="nothing has changed: can't start .*TasksMax"):
+                with pytest.raises(
+                    ConfigError, match=r"nothing has changed: can't start .*TasksMax"
+                ):
                     admin.reload(reloads.address)
             refused.clear()
             assert admin.reload(reloads.address).differing == []

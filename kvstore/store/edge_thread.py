@@ -92,7 +92,7 @@ class EdgeThread:
         self.ended: deque[Callable[[], None]] = deque()  # of what poll() tells
 
     def start(self, work: Coroutine[Any, Any, R], done: Callable[[Future[R]], None]) -> None:
-        """Begin to run work; done() gets its result in a later poll(), or that there is no thread."""
+        """Begin to run work; done() gets its result in a later poll(); so without a thread."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._running())
         except ConfigError as exc:
