@@ -9,6 +9,7 @@ and the bound is exact.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import math
 import re
@@ -43,6 +44,7 @@ from kvstore.units import parse_bytes, wrong
 
 LINE_BYTES_MAX = 16 << 20
 BLOCKS_MAX = 1 << 28  # of a trace, repeats included
+DIGITS_MAX = 1000
 _ID_BYTES = 8
 _NAMED = 1 << 63  # no hash_ids from here on
 _OWNER = 1
@@ -147,7 +149,7 @@ def read_trace(path: Path) -> Trace:
     for number, line in _lines(path):
         try:
             request = decoder.decode(line).request(names)
-        except (msgspec.DecodeError, ValueError) as exc:
+        except (msgspec.DecodeError, ValueError, RecursionError) as exc:
             expected = 'expected a request such as {"timestamp": 0, "hash_ids": [1, 2]}'
             raise ConfigError(f"{path}:{number}: {expected}: {exc}") from None
         count = len(request.hash_ids)
@@ -165,9 +167,10 @@ def read_trace(path: Path) -> Trace:
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
-        with path.open("rb") as raw:
-            zipped = raw.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if zipped else path.open("rb") as file:
+        with contextlib.ExitStack() as stack:
+            raw = stack.enter_context(path.open("rb"))  # once: a pipe has no second beginning
+            zipped = raw.peek(2).startswith(b"\x1f\x8b")
+            file = stack.enter_context(gzip.open(raw)) if zipped else raw
             number = 0
             while line := file.readline(LINE_BYTES_MAX):
                 number += 1
@@ -186,7 +189,7 @@ def blocks_of(text: str, unique: int, block_bytes: int | None) -> int:
     percent = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?) *%", text.strip(), re.ASCII)
     if percent:
         blocks = math.floor(unique * float(percent[1]) / 100 + 1e-9)
-    elif text.isdecimal():
+    elif text.isdecimal() and len(text) <= DIGITS_MAX:
         blocks = int(text)
     elif block_bytes is None:
         raise ConfigError(

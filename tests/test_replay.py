@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -257,6 +259,7 @@ def test_Q60_the_command_prints_a_table_and_json(
         ('{"hash_ids": [1, 2, 1]}', ":1: expected blocks that differ, found one twice"),
         ('{"hash_ids": [1], "timestamp": 1764150000000000}', ":1: expected a request such as"),
         ("\x1f\x8b not zipped", "cannot be read"),
+        pytest.param('{"x":' + "[" * 100_000, ":1: expected a request such as", id="nested deep"),
     ],
 )
 def test_Q60_wrong_traces_are_named_with_their_line(
@@ -268,6 +271,19 @@ def test_Q60_wrong_traces_are_named_with_their_line(
     told = capsys.readouterr().err
     assert expected in told
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_Q60_a_trace_may_come_through_a_pipe(tmp_path: Path, *, zipped: bool) -> None:
+    """As `kvstore replay <(...)` or /dev/stdin: it is opened once, and all of it is read."""
+    lines = b"".join(b'{"hash_ids": [%d, %d]}\n' % (at, at + 1) for at in range(0, 20_000, 2))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    data = gzip.compress(lines) if zipped else lines
+    thread = threading.Thread(target=pipe.write_bytes, args=(data,), daemon=True)
+    thread.start()
+    assert read_trace(pipe).unique == 20_000
+    thread.join()
 
 
 def test_Q60_plain_lines_say_the_same(tmp_path: Path) -> None:
@@ -289,7 +305,9 @@ def test_Q60_plain_lines_say_the_same(tmp_path: Path) -> None:
     assert read_trace(ours).unique == 10, "ids and names are not mixed up"
 
 
-@pytest.mark.parametrize("size", ["0", "0%", "x", "5MiB", "-1", "1e3", "99999999999", "1 %%"])
+@pytest.mark.parametrize(
+    "size", ["0", "0%", "x", "5MiB", "-1", "1e3", "99999999999", "1 %%", "9" * 5000]
+)
 def test_Q60_wrong_sizes_say_what_is_expected(size: str) -> None:
     with pytest.raises(ConfigError, match="expected"):
         blocks_of(size, 100, None)
