@@ -193,6 +193,7 @@ def show(found: SizeReport) -> None:
         f"{found.model}: {token} a token; a block of {found.block_tokens} tokens of one group is"
         f" {block}\n",
         highlight=False,
+        markup=False,
     )
     console.print(groups)
     if found.tiers:

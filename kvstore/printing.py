@@ -38,7 +38,7 @@ def share() -> Iterator[Callable[[float, str], None]]:
     """Show progress on a terminal; call the result with the share that is done, and a text."""
     console = Console(stderr=True)
     columns = BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    text, off = TextColumn("{task.description:<40}"), not console.is_terminal
+    text, off = TextColumn("{task.description:<40}", markup=False), not console.is_terminal
     with Progress(text, *columns, console=console, transient=True, disable=off) as progress:
         task = progress.add_task("", total=1.0)
         yield lambda share, what: progress.update(task, completed=share, description=what)
