@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
+import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -87,4 +91,26 @@ def price(text: str) -> float:
 
 def print_json(value: object) -> None:
     """Print one line of JSON."""
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    try:
+        text = msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:  # a path that is no UTF-8
+        text = json.dumps(msgspec.to_builtins(value), separators=(",", ":"))
+    sys.stdout.write(f"{text}\n")
+
+
+def prepare_streams() -> None:
+    """Have the standard streams take any text, also where the caller has closed them.
+
+    Without this, the next file that is opened would be one of them.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    nowhere = Path(os.devnull)
+    sys.stdin = sys.stdin or nowhere.open(encoding="utf-8")
+    sys.stdout = sys.stdout or nowhere.open("w", encoding="utf-8")
+    sys.stderr = sys.stderr or nowhere.open("w", encoding="utf-8")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error has it

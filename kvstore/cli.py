@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvstore import __version__, trace_commands
-from kvstore.arguments import Parser, count, every, print_json, seconds
+from kvstore.arguments import Parser, count, every, prepare_streams, print_json, seconds
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.core.limits import HEADS_MAX
 from kvstore.logs import FORMATS, LEVELS, default_format, log_to_stderr
@@ -69,6 +69,7 @@ _BLOCK_SIZE = "the engine's own --block-size (default: vLLM's on a GPU, 16)"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    prepare_streams()
     chosen = _parser().parse_args(arguments)
     try:
         status: int = chosen.run(chosen)
@@ -91,6 +92,10 @@ def _failed(exc: Exception, *, serves: bool) -> int:
         text = str(exc)
     elif isinstance(exc, OSError):
         text = f"{exc.filename or 'the system'}: {exc.strerror or exc}"
+    elif isinstance(exc, MemoryError) and not serves:
+        text = "not enough memory for this: free some, or raise its limit (cgroup, ulimit -v)"
+    elif str(exc) == "can't start new thread":  # Python has no error of its own for it
+        text = f"{exc}: raise the limit of tasks (TasksMax, ulimit -u), or of memory (ulimit -v)"
     else:
         text = f"internal error, please report it: {type(exc).__name__}: {exc}"
         if serves:  # another run may not fail in the same way
@@ -634,7 +639,7 @@ def _pins_in(path: Path) -> list[Pinned]:
         return msgspec.json.decode(read_file(path, PINS_FILE_MAX), type=list[Pinned])
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ConfigError(f"{path}: expected what `kvstore pin --json` prints: {exc}") from exc
 
 

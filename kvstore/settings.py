@@ -11,6 +11,7 @@ that names the found and the expected value. The name in the file is the field's
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
@@ -117,9 +118,9 @@ def read_socket(value: object, _found: Mapping[str, Any]) -> str:
     path = value.removeprefix("unix://") if isinstance(value, str) else ""
     if not path.startswith("/") or path.endswith("/") or "\0" in path:
         raise wrong('an absolute path such as "/run/kvstore/kvstore.sock"', value)
-    if len(path.encode()) > SOCKET_PATH_BYTES_MAX:
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         limit = f"at most {SOCKET_PATH_BYTES_MAX} bytes, the system's limit for a socket path"
-        raise wrong(limit, len(path.encode()))
+        raise wrong(limit, len(os.fsencode(path)))
     return path
 
 

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore import cli
 from kvstore.metrics import TABLE
+from kvstore.printing import share
 from kvstore.wire import framing
 from kvstore.wire.engine import Report
 from tests.bench import __main__ as bench
@@ -362,6 +364,99 @@ def test_S6_who_reads_no_further_gets_no_traceback(check: Check) -> None:
     os.close(into)
     assert done.stderr == ""
     assert done.returncode == 1
+
+
+def _python(code: str, **how: Any) -> subprocess.CompletedProcess[str]:  # noqa: ANN401 - of run()
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, text=True, timeout=WAIT_S, check=False, **how)
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "012"])
+def test_S6_streams_that_are_closed_are_no_bug(
+    closed: str, store: StoreProcess, tmp_path: Path
+) -> None:
+    """As `kvstore ... >&-` and `<&-` have it; the command does the same, and says it nowhere."""
+    code = (
+        "import os, sys\n"
+        f"for fd in {closed!r}:\n"
+        "    os.close(int(fd)); setattr(sys, ('stdin', 'stdout', 'stderr')[int(fd)], None)\n"
+        "from kvstore.cli import main\n"
+        f"status = main(['top', '--once', '--every', '100ms', '--store', {store.address!r}])\n"
+        f"folder = os.open({str(tmp_path)!r}, os.O_RDONLY)\n"
+        "sys.exit(status or 10 * (folder < 3))"
+    )
+    done = _python(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert done.returncode == 0, "10: a file has the number of a standard stream"
+    assert done.stderr == ""
+    assert done.stdout.startswith("kvstore ") is ("1" not in closed)
+
+
+def test_S6_paths_and_terminals_that_are_not_utf_8_are_shown(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"m\xff")
+    folder.mkdir()
+    text = '{"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 4,'
+    (folder / "config.json").write_text(text + '"num_key_value_heads": 2, "hidden_size": 64}')
+    trace = folder / "trace.jsonl"
+    trace.write_text('{"hash_ids": [1, 2]}\n' * 2)
+    for encoding in ("utf-8:strict", "ascii", "latin-1"):
+        for arguments, expected in (
+            (["size", str(folder)], "m\\udcff: 512 B a token"),
+            (["size", str(folder), "--json"], '{"model":"m\\udcff",'),
+            (["keygen", str(folder / encoding)], "m\\udcff/"),
+            (["replay", str(trace), "--cpu", "1,2"], "100.0%  0.5000"),
+            (["status", "--store", str(folder / "sock")], "m\\udcff/sock: No such file"),
+        ):
+            code = f"import sys; from kvstore.cli import main; sys.exit(main({arguments!r}))"
+            environment = {**os.environ, "PYTHONIOENCODING": encoding}
+            done = _python(code, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+            assert expected in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("bug", "expected"),
+    [
+        (MemoryError(), "not enough memory"),
+        (RuntimeError("can't start new thread"), "raise the limit of tasks"),
+    ],
+)
+def test_S6_what_the_machine_lacks_is_no_bug(
+    bug: Exception,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def lacking(_chosen: object) -> int:
+        raise bug
+
+    monkeypatch.setitem(cli._COMMANDS, "stats", lacking)
+    assert cli.main(["stats", "--store", "unix:///none.sock"]) == 1
+    told = capsys.readouterr().err
+    assert expected in told
+    assert "internal error" not in told
+
+
+def test_S6_names_are_text_and_no_markup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    with share() as tell:
+        tell(0.5, "a[/bold]")
+    assert "a[/bold]" in capsys.readouterr().err
+    text = '{"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 4,'
+    path = tmp_path / "[bold]m.json"
+    path.write_text(text + '"num_key_value_heads": 2, "hidden_size": 64}')
+    assert cli.main(["size", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("[bold]m: 512 B a token")
+
+
+def test_S6_a_file_of_pins_that_nests_deep_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "pins.json"
+    path.write_text('[{"x":' + "[" * 100_000)
+    for command in ("pin", "warm"):
+        assert cli.main([command, str(path), "--store", "unix:///none.sock"]) == 2
+        assert "expected what `kvstore pin --json` prints" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="another user's folder takes root to be made")
