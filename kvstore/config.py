@@ -75,12 +75,20 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _read_address(value: object, _found: Mapping[str, Any]) -> Address | None:
     if value == "":
         return None
-    pattern = r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})"
+    pattern = r"(\[[0-9a-fA-F:.]+\]|[^\s\0:/\[\]]+):([0-9]{1,5})"
     match = re.fullmatch(pattern, value, re.ASCII) if isinstance(value, str) else None
-    if match is None or int(match[2]) > PORT_MAX:
+    if match is None or int(match[2]) > PORT_MAX or not _may_be_host(match[1]):
         address = f'"host:port" with a port up to {PORT_MAX}, such as "127.0.0.1:9400"'
         raise wrong(f'{address}, or "" for none', value)
     return Address(match[1].strip("[]"), int(match[2]))
+
+
+def _may_be_host(name: str) -> bool:
+    """Tell whether a system's call takes a name: it encodes one of other letters, label by label."""
+    try:
+        return bool(name.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def _read_mode(value: object, found: Mapping[str, Any]) -> int:

@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvstore import config
+from kvstore.config import Address
 from kvstore.core.errors import ConfigError
 from kvstore.logs import LINES_MAX
 from kvstore.store import metrics_endpoint
@@ -75,6 +76,19 @@ def test_S2_idle_clients_of_the_metrics_endpoint_take_few_threads(
             assert "kvstore_lookups_total" in scrape(port), "the oldest makes room"
         assert threading.active_count() - before <= metrics_endpoint.CONNECTIONS_MAX + 1
     assert not store.server.store.sessions
+
+
+def test_the_metrics_endpoint_asks_no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not answer held each start of a store, and each check, for ten seconds."""
+
+    def asked(*_: object) -> str:
+        pytest.fail("a name was looked up")
+
+    for call in ("getfqdn", "gethostbyaddr", "gethostname"):
+        monkeypatch.setattr(socket, call, asked)
+    server = metrics_endpoint.listen(Address("0.0.0.0", 0))  # noqa: S104 - closed at once
+    assert server.server_port == server.server_address[1] > 0
+    server.server_close()
 
 
 def test_S2_a_client_of_the_metrics_endpoint_that_says_nothing_is_closed(

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import resources
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -100,6 +100,12 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._open: dict[int, socket.socket] = {}  # oldest first
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Bind, and ask no name server for the host's name, as the base class does."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+        self.setup_environ()
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Take a connection; a pause after one that cannot be taken, instead of a busy loop."""
