@@ -84,7 +84,7 @@ def _read_address(value: object, _found: Mapping[str, Any]) -> Address | None:
 
 
 def _may_be_host(name: str) -> bool:
-    """Tell whether a system's call takes a name: it encodes one of other letters, label by label."""
+    """Tell whether a call of the system takes a name: it is encoded label by label."""
     try:
         return bool(name.encode("idna"))
     except UnicodeError:
