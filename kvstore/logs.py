@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -14,11 +15,15 @@ import msgspec
 from kvstore.core.errors import ProtocolError
 from kvstore.units import one_line, shown
 
+log = logging.getLogger(__name__)
+
 LINE_MAX = 2000  # characters of a message; no honest one is as long
 FIELD_MAX = 300  # of a value from outside in it
 TRACE_LINES_MAX = 100  # of a traceback, the last ones
 LINES_MAX = 5  # of one kind in one window
 WINDOW_NS = 10_000_000_000
+
+READER_MS = 100  # for who reads the log, once
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json", "journald")
@@ -90,6 +95,57 @@ class Json(OneLine):
         return msgspec.json.encode(found).decode()
 
 
+class Unread:
+    """A stream to a descriptor of which nobody may read: a pipe that stays full is waited for once.
+
+    Then what does not fit is lost, until somebody reads again.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+        self._cut = False  # a record ended in the middle of a line
+        self.lost = 0
+
+    @property
+    def takes_more(self) -> bool:
+        """Tell whether a part can be written."""
+        return bool(self._poll.poll(0 if self.lost else READER_MS))
+
+    def write(self, text: str) -> None:
+        """Write a record, or count it as lost. Raises OSError."""
+        data = ("\n" * self._cut + text).encode(errors="backslashreplace")
+        for at in range(0, len(data), select.PIPE_BUF):  # so much has room in what takes more
+            if not self.takes_more:
+                self.lost += 1
+                self._cut = self._cut or at > 0
+                return
+            os.write(self._fd, data[at : at + select.PIPE_BUF])
+        self._cut = False
+
+    def flush(self) -> None:
+        """Do nothing: all is written."""
+
+
+class ToUnread(logging.StreamHandler[Unread]):
+    """Says how many lines nobody has read, once somebody reads again."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, and before it how many were lost."""
+        if self.stream.lost and self.stream.takes_more:
+            lost, self.stream.lost = self.stream.lost, 0
+            log.warning("standard error was not read: %s lines are lost", f"{lost:,}")
+        super().emit(record)
+
+
+def _handler() -> logging.Handler:
+    try:
+        return ToUnread(Unread(sys.stderr.fileno()))
+    except (OSError, ValueError):  # it is no file, as in a test
+        return logging.StreamHandler()
+
+
 def default_format(environment: Mapping[str, str]) -> str:
     """Return "journald" where standard error goes to the journal, as systemd says, else "text"."""
     try:
@@ -106,7 +162,7 @@ def log_to_stderr(line: str = TEXT, form: str = "text", level: str = "info") -> 
     form: one of FORMATS; level: one of LEVELS.
     """
     forms = {"text": OneLine(line), "json": Json(), "journald": Journald("%(message)s")}
-    handler = logging.StreamHandler()
+    handler = _handler()
     handler.setFormatter(forms[form])
     logging.basicConfig(level=level.upper(), handlers=[handler])
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 from kvstore import cli
 from kvstore.core import limits
 from kvstore.core.layout import RankGeometry
+from kvstore.logs import Unread
 from kvstore.store import admin
 from tests.bench.store import StoreProcess, numbers
 from tests.harness.fakes import geometry
@@ -68,6 +70,40 @@ def test_Q28_no_line_is_forged_in_text(tmp_path: Path) -> None:
     assert [line for line in lines if "forged" in line and "engine" in line]
     assert not [line for line in lines if not TIMED.fullmatch(line)]
     assert not [line for line in lines if line.startswith("2026-01-01")]
+
+
+def test_Q28_a_log_that_nobody_reads_holds_nothing_up() -> None:
+    """A collector that hangs: the pipe is full. A store would wait, and SIGTERM not end it."""
+    code = (
+        "import logging; from kvstore.logs import log_to_stderr; log_to_stderr()\n"
+        "for number in range(2000): logging.info('line %d %s', number, 'x' * 1900)\n"
+        "print('done', flush=True); input(); logging.info('last')"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes, text=True) as child:
+        try:
+            assert child.stdout is not None
+            assert select.select([child.stdout], [], [], WAIT_S)[0], "it waits for a reader"
+            _, told = child.communicate("\n", timeout=WAIT_S)
+        finally:
+            child.kill()
+    *lines, loss, last = told.splitlines()
+    assert all(line.endswith("x") for line in lines), "what is there is whole"
+    assert loss.endswith(f"standard error was not read: {2000 - len(lines):,} lines are lost")
+    assert last.endswith("INFO last")
+
+
+def test_Q28_a_record_that_was_cut_ends_before_the_next_one() -> None:
+    out, into = os.pipe()
+    stream = Unread(into)
+    stream.write("a" * 1_000_000 + "\n")
+    assert stream.lost == 1
+    cut = os.read(out, 1_000_000)
+    stream.write("b\n")
+    assert cut == b"a" * len(cut)
+    assert os.read(out, 10) == b"\nb\n"
+    for fd in (out, into):
+        os.close(fd)
 
 
 def test_Q28_the_journal_gets_priorities_and_no_time() -> None:
