@@ -31,7 +31,11 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/store/edge_thread.py": (
         ("reload -k Q20_a_file", "name=name, daemon=True", "daemon=False"),
-        ("reload -k Q20_a_reload", "            self._free.release()\n            raise", "raise"),
+        (
+            "reload -k Q20_a_reload",
+            "            self._free.release()\n            raise",
+            "            raise",
+        ),
         ("reload -k Q20_a_file", "timeout=READ_S", "timeout=None"),
         ("reload -k Q20_a_file", "if not self._free.acquire(blocking=False):"),
     ),
@@ -61,6 +65,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/store/sharing.py": (("logs -k Q32", " and _same_model(ours, theirs)", ""),),
     "kvstore/logs.py": (
+        ("logs -k Q28_a_record", '"\\n" * self._cut + text', "text"),
         ("logs -k Q28", "one_line(value, FIELD_MAX) if isinstance(value, str) else value", "value"),
         ("logs -k Q29", "root.setLevel(now)"),
     ),
@@ -98,7 +103,10 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("doors -k Q17_a_group", "if group is not None:"),
         ("doors -k Q17_check", "if server.mode != OWN_MODE and not server.allow:"),
     ),
-    "kvstore/cli.py": (("check_serve", "for finding in notes(config):", "for finding in ():"),),
+    "kvstore/cli.py": (
+        ("check_serve", "for finding in notes(config):", "for finding in ():"),
+        ("cli -k S6_streams", "    prepare_streams()\n", ""),
+    ),
     "kvstore/arguments.py": (
         (
             "bad_input",
@@ -166,6 +174,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "kvstore/store/metrics_endpoint.py": (
+        ("descriptors -k asks_no_name", "TCPServer.server_bind(self)", "super().server_bind()"),
         ("status -k Q47_the_page_loads", "\"default-src 'none'\", ", ""),
         ("status -k Q48_the_page", "hashlib.sha256(inner)", "hashlib.sha256(body)"),
         ("health -k Q15_other", "if path not in pages:"),
@@ -310,6 +319,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("record -k Q61_a_store", "if number != self._number and now_ns < self._until_ns:"),
     ),
     "kvstore/replay.py": (
+        ("replay -k Q60_a_trace_may", "raw.peek(2)", "raw.read(2)"),
         ("replay -k Q60_the_bound", "(-following, -depth, block)", "(following, -depth, block)"),
         ("replay -k Q60_Q65_a_disk", "tiering.used(chain, lease)"),
         ("replay -k published", "manager.complete_load(lease.lease_id)"),
