@@ -79,8 +79,10 @@ def test_Q28_a_log_that_nobody_reads_holds_nothing_up() -> None:
         "for number in range(2000): logging.info('line %d %s', number, 'x' * 1900)\n"
         "print('done', flush=True); input(); logging.info('last')"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes, text=True) as child:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as child:
         try:
             assert child.stdout is not None
             assert select.select([child.stdout], [], [], WAIT_S)[0], "it waits for a reader"
