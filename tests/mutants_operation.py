@@ -39,6 +39,9 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("reload -k Q20_a_file", "timeout=READ_S", "timeout=None"),
         ("reload -k Q20_a_file", "if not self._free.acquire(blocking=False):"),
     ),
+    "kvstore/store/extents.py": (
+        ("memory_limits -k S5_a_store_in", "if self._short and self.pool.has_room", "if False"),
+    ),
     "kvstore/store/live_settings.py": (
         ("reload -k Q21", "if capacity_bytes < self._extent_bytes:"),
         ("reload -k Q21_what", "self._use(config, tenants)"),

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.core.errors import TierFull
 from kvstore.memory_limits import MARGIN_BYTES, Left, memory_left
+from kvstore.store import admin
 from kvstore.wire import engine as p
 from tests.bench.store import StoreProcess
 from tests.harness.cgroups import PLACE, group
@@ -214,6 +215,8 @@ def test_S5_a_store_in_a_small_cgroup_lives_and_grows_when_it_may(tmp_path: Path
             assert "the memory cgroup" in log
             assert "looks again every 5 s" in log
             assert limited.kills() == 0
+            found = admin.status(store.address).findings
+            assert [each.now for each in found if "no memory for another" in each.what] == [True]
 
             limited.limit(1000 * MIB)
             more, end = iter(hashes(600, "y")), time.monotonic() + WAIT_S
@@ -223,4 +226,5 @@ def test_S5_a_store_in_a_small_cgroup_lives_and_grows_when_it_may(tmp_path: Path
             assert store.metrics()[HAS] > has
             again = "there is memory for another extent again"
             eventually(lambda: again in store.log_path.read_text())
+            assert "no memory" not in str(admin.status(store.address).findings)
             engine.close()

@@ -167,6 +167,11 @@ class Memory:
         if not waiting:
             namespace.go_live(mapping)
 
+    @property
+    def shortages(self) -> tuple[str, ...]:
+        """Return what the log was told of memory that is not there, while more is allowed."""
+        return ("no memory for another extent",) if self._short and self.pool.has_room else ()
+
     def _tell_short(self, why: Exception) -> None:
         """Say once that memory is short, until there was some again."""
         if not self._short and self._now_ns - self._told_ns >= _QUIET_NS:

@@ -236,8 +236,9 @@ def status_of(
     reasons: Sequence[str],
     history: tuple[Tokens, ...],
     uptime_s: float,
+    shortages: Sequence[str] = (),
 ) -> Status:
-    """Put the object together. reasons: why the store is not ready."""
+    """Put the object together. reasons: why the store is not ready; shortages: what it lacks."""
     read = _Read(values)
     now = _tokens(values, uptime_s)
     before = [each for each in history if each.seconds <= uptime_s - MINUTE_S]
@@ -248,7 +249,7 @@ def status_of(
         version=__version__,
         uptime_s=uptime_s,
         ready=not reasons,
-        findings=_findings(read, tiers, engines, reasons, waits),
+        findings=_findings(read, tiers, engines, (*reasons, *shortages), waits),
         since_start=now,
         last_minute=now.since(first[0]),
         missed_tokens=dict(read.by("reason", "kvstore_missed_tokens")),
@@ -344,6 +345,7 @@ _TODO = {  # by a part of the reason
     "loop has not": "look at the machine's load and plug-in tiers; a supervisor restarts the store",
     "is off": f"{_LOG}: a disk comes back by itself, a plug-in tier after a restart",
     "read_only": f"{_LOG} and at the drive: it is written again once that works",
+    "no memory": f"{_LOG} for the limit; free memory, or raise it: the store looks again by itself",
     OBJECT: f"{_LOG}, and at the bucket: it is tried again by itself",
     "loading": "wait: blocks on disk are found once the index has been read",
     "slow": "look at the drive, or the peer; requests that wait too long are computed",

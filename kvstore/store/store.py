@@ -583,8 +583,8 @@ class Store:
         """Describe the store as of the last look at its gauges; on any thread."""
         uptime_s = self._history.uptime_s(self._now_ns)
         values, samples = self.numbers.values(), self._history.samples
-        reasons = self.not_ready()
-        return status_of(values, self._tier_names, self._engines, reasons, samples, uptime_s)
+        reasons, names, lacks = self.not_ready(), self._tier_names, self._memory.shortages
+        return status_of(values, names, self._engines, reasons, samples, uptime_s, lacks)
 
     def end_sessions(self) -> None:
         """Tell every engine that the store is shutting down."""
