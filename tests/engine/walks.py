@@ -104,7 +104,7 @@ class WalkedEngine:
             scheduling_policy=more["policy"],
             kv_cache_memory_bytes=1 << 26,
             disable_log_stats=False,
-            kv_transfer_config=connector,  # type: ignore[arg-type]
+            kv_transfer_config=connector,
         ).create_engine_config()
         config.cache_config.block_size = TOKENS
         config.cache_config.num_gpu_blocks = more["blocks"]
