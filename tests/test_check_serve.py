@@ -23,7 +23,7 @@ from kvstore.listener import listen
 from kvstore.units import GIB
 from tests.harness.nvme_blocks import settings_for
 from tests.test_refusals import toml
-from tiers.nvme import NvmeDisk
+from tiers.nvme.disk import NvmeDisk
 
 WAIT_S = 300.0
 WORKS, WARNS, REFUSES = "works", "warns", "refuses"

@@ -21,7 +21,7 @@ from kvstore.core.errors import ConfigError
 from tests.harness.nvme_blocks import SLOT_BYTES, key, settings_for, shelf
 from tests.harness.nvme_damage import change_table, opened
 from tests.harness.nvme_trouble import wait, wait_for
-from tiers.nvme import NvmeDisk
+from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index_server import IndexFile, failed, is_damage
 from tiers.nvme.messages import EXTENTS, FORMAT, META, NUMBER
 

@@ -36,8 +36,9 @@ from tests.harness.nvme_trouble import (
     wait,
     wait_for,
 )
-from tiers.nvme import NvmeDisk, disk, health
+from tiers.nvme import disk, health
 from tiers.nvme.directory import Directory, Look
+from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index_client import (
     IndexClient,
     IndexDamagedError,

@@ -13,8 +13,9 @@ from kvstore import cli
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, KVStoreError
 from tests.harness.nvme_blocks import key, settings_for, shelf
-from tiers.nvme import NvmeDisk, fsck
+from tiers.nvme import fsck
 from tiers.nvme.directory import Directory
+from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.files import ExtentFile
 
 STRANGER = 65534

@@ -25,7 +25,7 @@ from tests.harness.nvme_crash import (
 )
 from tests.harness.nvme_load import Load, Name
 from tests.harness.nvme_platter import DELAY_S, Platter, ProcessHere
-from tiers.nvme import NvmeDisk
+from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index_client import IndexProcess
 from tiers.nvme.messages import Commit
 

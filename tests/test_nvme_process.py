@@ -18,7 +18,8 @@ from kvstore.core.types import LookupResult
 from tests.harness.live import eventually
 from tests.harness.nvme_blocks import Shelf, key, shelf
 from tests.harness.nvme_trouble import wait, wait_for
-from tiers.nvme import NvmeDisk, attached, index_client
+from tiers.nvme import attached, index_client
+from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index_client import IndexClient, IndexProcess
 from tiers.nvme.messages import FOLDER, Answer, Commit, Load, Page, Request
 
@@ -27,7 +28,7 @@ STORE = """
 import sys, time
 from pathlib import Path
 from tests.harness.nvme_blocks import Shelf, settings_for
-from tiers.nvme import NvmeDisk
+from tiers.nvme.disk import NvmeDisk
 shelf = Shelf(NvmeDisk(settings_for(Path(sys.argv[1]))))
 shelf.settle()
 shelf.put(1, 0, 5)

@@ -29,7 +29,7 @@ from tests.harness.nvme_damage import (
     swap,
 )
 from tests.harness.nvme_trouble import wait_for
-from tiers.nvme import NvmeDisk
+from tiers.nvme.disk import NvmeDisk
 
 
 class TestNvmeTier(TierContract):

@@ -23,7 +23,7 @@ from kvstore.listener import listen
 from kvstore.settings import Section, settings_of
 from kvstore.store import server
 from tests.harness.nvme_blocks import settings_for
-from tiers.nvme import NvmeDisk
+from tiers.nvme.disk import NvmeDisk
 
 WAIT_S = 120.0
 SECTIONS: dict[str, type[Section]] = {

@@ -25,7 +25,7 @@ from tests.harness.nvme_blocks import MIB, disk_bytes
 from tests.harness.nvme_trouble import Gate
 from tests.harness.patience import WAIT_S
 from tests.harness.script import hashes
-from tiers.nvme import NvmeDisk
+from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index import Durable, Record
 
 WINDOW_S = 0.05

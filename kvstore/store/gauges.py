@@ -18,7 +18,7 @@ from kvstore.store.status import told
 from kvstore.store.tier_guard import Plugin
 from kvstore.wire.engine import EVENTS, MISSES, VERSION, Step
 from tiers.cpu import CpuMemory
-from tiers.nvme import NvmeDisk
+from tiers.nvme.disk import NvmeDisk
 
 if TYPE_CHECKING:
     from tiers.object.bucket import Bucket

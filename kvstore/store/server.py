@@ -50,9 +50,8 @@ from kvstore.systemd import Systemd
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.credentials import USERS_MAX, peer_process, process_end, trusted
-from tiers import nvme
 from tiers.cpu import CpuMemory
-from tiers.object import open_bucket, tier_of
+from tiers.nvme.disk import NvmeDisk
 
 if TYPE_CHECKING:
     from tiers.object.bucket import Bucket
@@ -178,7 +177,7 @@ class Server:
         self._disk = (
             None
             if config.nvme is None
-            else nvme.NvmeDisk(config.nvme, tokens=config.engine.event_tokens_bytes > 0)
+            else NvmeDisk(config.nvme, tokens=config.engine.event_tokens_bytes > 0)
         )
         first = secrets.randbits(40) << 16
         self._peers = self._make_peers(config.peer, config.engine)
@@ -229,8 +228,10 @@ class Server:
         """Make the bucket, where there is one. Raises ConfigError."""
         if config is None:
             return None
+        from tiers.object.bucket import Bucket  # noqa: PLC0415 - its client is optional
+
         key = None if config.key is None else ClusterKey.read(Path(config.key))
-        return open_bucket(config, None if key is None else key.derived("objects"))
+        return Bucket(config, None if key is None else key.derived("objects"))
 
     def _make_tiers(self, digest: str, slot_bytes: int, memory: SlotMemory) -> Sequence[Tier]:
         tiers: list[Tier] = []
@@ -240,8 +241,10 @@ class Server:
             tiers.append(self._disk.tier(TierContext(NVME, digest, slot_bytes, memory, {})))
         tiers += [plugin.guarded(digest, slot_bytes, memory) for plugin in self._plugins]
         if self._bucket is not None:
+            from tiers.object.tier import ObjectTier  # noqa: PLC0415 - as above
+
             context = TierContext(OBJECT, digest, slot_bytes, memory, {})
-            tiers.append(tier_of(context, self._bucket))
+            tiers.append(ObjectTier(context, self._bucket))
         return tiers
 
     def _tier_states(self) -> dict[str, str]:

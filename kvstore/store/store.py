@@ -49,7 +49,7 @@ from kvstore.store.token_ids import TokenIds
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tiers.cpu import CpuMemory
-from tiers.nvme import NvmeDisk
+from tiers.nvme.disk import NvmeDisk
 
 if TYPE_CHECKING:
     from tiers.object.bucket import Bucket

@@ -13,7 +13,7 @@ from kvstore.config import NvmeConfig
 from kvstore.core.tier import TierContext, TokenRow
 from kvstore.core.types import BlockKey, JobId, JobKind, JobResult, LookupResult, Slot, TransferJob
 from tests.harness.patience import WAIT_S
-from tiers.nvme import NvmeDisk
+from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.tier import NvmeTier
 
 MIB = 1 << 20

@@ -44,8 +44,8 @@ from tests.harness.nvme_crash import (
     watch_leaving,
 )
 from tests.harness.nvme_load import Load, Name
-from tiers.nvme import NvmeDisk
 from tiers.nvme.commits import Commits
+from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.index_client import IndexClient
 from tiers.nvme.messages import Commit

@@ -21,7 +21,7 @@ from kvstore.config import NvmeConfig
 from kvstore.core.types import BlockKey
 from tests.harness import nvme_blocks
 from tests.harness.nvme_load import CHAINS, Load, Name, names_of, path_to
-from tiers.nvme import NvmeDisk
+from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index import DiskIndex, Record
 from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import DiskNamespace

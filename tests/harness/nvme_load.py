@@ -17,7 +17,7 @@ from kvstore.core.index import State
 from kvstore.core.tier import TierContext
 from kvstore.core.types import BlockKey, JobId, JobKind, JobResult, LookupResult, Slot, TransferJob
 from tests.harness.nvme_blocks import SLOTS, Memory, content, key
-from tiers.nvme import NvmeDisk
+from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index import Record
 
 CHAINS, LENGTH = 120, 24  # per namespace
