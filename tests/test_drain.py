@@ -58,10 +58,10 @@ def refusal(store: LiveStore, name: str) -> p.Refused:
 def test_Q24_new_engines_are_refused_with_a_reason_and_attached_ones_go_on(config: Config) -> None:
     with LiveStore(config) as store, engine(store) as one:
         one.put(hashes(2))
-        assert not store.server.store.draining
+        assert not store.server.store.drain.active
         assert gauge(store) == 0
         found = state(store)
-        assert store.server.store.draining
+        assert store.server.store.drain.active
         assert gauge(store) == 1
         assert (found.draining, found.engines, found.done) == (True, 1, False)
         refused = refusal(store, "new")
@@ -71,7 +71,7 @@ def test_Q24_new_engines_are_refused_with_a_reason_and_attached_ones_go_on(confi
         assert len(one.read(one.ask(hashes(3)))) == 3
         assert not state(store).done, "an engine is attached"
         state(store, drain.DRAIN_CANCEL)
-        assert not store.server.store.draining
+        assert not store.server.store.drain.active
         with engine(store, "new") as new:
             assert len(new.read(new.ask(hashes(3)))) == 3
 

@@ -126,15 +126,10 @@ class CpuMemory:
         self.extent_bytes = extent_bytes
         self.extents_max = extents_max(MEMORY_PART)
         self._node = node
-        self._used = 0
+        self.used_bytes = 0  # of all extents made or being made and not released
         self._runner: Runner[tuple[str, int], tuple[str, CpuExtent | Exception]] = Runner(
             "kvstore-extents", self._make, lambda job, exc: (job[0], exc)
         )
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all extents made or being made and not released."""
-        return self._used
 
     @property
     def has_room(self) -> bool:
@@ -146,7 +141,7 @@ class CpuMemory:
         """Start making an extent; False if there is no room for it."""
         if not self.has_room:
             return False
-        self._used += self.extent_bytes
+        self.used_bytes += self.extent_bytes
         self._runner.submit((tag, slot_bytes))
         return True
 
@@ -173,13 +168,13 @@ class CpuMemory:
         results = self._runner.poll()
         for _, extent in results:
             if isinstance(extent, Exception):
-                self._used -= self.extent_bytes
+                self.used_bytes -= self.extent_bytes
         return results
 
     def release(self, extent: CpuExtent) -> None:
         """Give an extent's memory back."""
         extent.close()
-        self._used -= self.extent_bytes
+        self.used_bytes -= self.extent_bytes
 
     def close(self) -> None:
         """End the helper thread."""

@@ -53,7 +53,7 @@ class Runner(Generic[J, R]):
         self._again: deque[tuple[float, J]] = deque()  # with when to call
         self._new_is_next = False  # they take turns with those that are called again
         self._results: list[R] = []
-        self._open = 0
+        self.open = 0  # jobs whose result is not there yet
         self._closed = False
         self._changed = threading.Condition()
         self._threads = [
@@ -63,18 +63,13 @@ class Runner(Generic[J, R]):
         for thread in self._threads:
             thread.start()
 
-    @property
-    def open(self) -> int:
-        """Count the jobs whose result is not there yet."""
-        return self._open
-
     def submit(self, job: J, *, first: bool = False) -> None:
         """Queue a job, behind all others or before them. Raises RuntimeError when closed."""
         with self._changed:
             if self._closed:
                 raise RuntimeError("runner is closed")
             (self._jobs.appendleft if first else self._jobs.append)(job)
-            self._open += 1
+            self.open += 1
             self._changed.notify_all()
 
     def poll(self) -> list[R]:
@@ -92,7 +87,7 @@ class Runner(Generic[J, R]):
 
     def drain(self) -> None:
         """Wait until every job has its result."""
-        self.wait(lambda: self._open == 0)
+        self.wait(lambda: self.open == 0)
 
     def close(self) -> None:
         """Finish what is queued and end the threads; safe to call twice."""
@@ -136,7 +131,7 @@ class Runner(Generic[J, R]):
                     continue
                 if result is not NOTHING:
                     self._results.append(result)
-                self._open -= 1
+                self.open -= 1
                 self._changed.notify_all()
             if self._told is not None:
                 self._told()

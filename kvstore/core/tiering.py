@@ -50,17 +50,6 @@ _PINNED_PART = 4  # of the slots: a quarter
 _BACKLOG_NS = 10_000_000_000
 
 
-class Unfinished(NamedTuple):
-    """Blocks that are pinned for copies to lower tiers, blocks on their way up, and queues.
-
-    queues: each tier that blocks wait for, how many, and since when the first one does.
-    """
-
-    storing: int
-    arriving: int
-    queues: Sequence[tuple[str, int, int]]
-
-
 class Found(NamedTuple):
     """Neighbouring blocks of a chain that memory lacks, and the tier and place that has them."""
 
@@ -190,15 +179,14 @@ class Tiering:
         return len(self._open)
 
     @property
-    def queued(self) -> int:
-        """Count the blocks that wait to be copied down, or are being copied."""
-        return sum(map(len, self.queues.values())) + sum(self._storing.values())
+    def storing(self) -> int:
+        """Count the blocks that are pinned for copies to lower tiers."""
+        return sum(self._storing.values())
 
     @property
-    def unfinished(self) -> Unfinished:
-        """Count what is on its way down and up."""
-        queues = [(name, len(q), q.first.since_ns) for name, q in self.queues.items() if len(q)]
-        return Unfinished(sum(self._storing.values()), len(self.coming), queues)
+    def queued(self) -> int:
+        """Count the blocks that wait to be copied down, or are being copied."""
+        return sum(map(len, self.queues.values())) + self.storing
 
     def changed(self, changes: Changes) -> None:
         """Blocks have entered and left memory."""

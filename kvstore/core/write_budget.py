@@ -48,7 +48,8 @@ class WriteBudget:
         """day_bytes: None for no limit. day_ns: another length of a day, for replay."""
         self._day_ns = day_ns
         self.day_bytes = day_bytes
-        self._left = 0 if day_bytes is None else day_bytes // 24
+        # What may be written now; below 0 where more was.
+        self.left_bytes = 0 if day_bytes is None else day_bytes // 24
         self._spare_ns = 0  # since the last byte was added
         self._last_ns: int | None = None
 
@@ -56,7 +57,7 @@ class WriteBudget:
         """Have another limit from now on; what was spent beyond the last one is not forgotten."""
         if day_bytes is not None:
             first = day_bytes // 24
-            self._left = first if self.day_bytes is None else min(self._left, day_bytes)
+            self.left_bytes = first if self.day_bytes is None else min(self.left_bytes, day_bytes)
         self.day_bytes, self._spare_ns = day_bytes, 0
 
     def left(self, now_ns: int) -> bool:
@@ -67,15 +68,10 @@ class WriteBudget:
             self._spare_ns += now_ns - self._last_ns
             earned = self.day_bytes * self._spare_ns // self._day_ns
             self._spare_ns -= earned * self._day_ns // self.day_bytes
-            self._left = min(self.day_bytes, self._left + earned)
+            self.left_bytes = min(self.day_bytes, self.left_bytes + earned)
         self._last_ns = now_ns
-        return self._left > 0
-
-    @property
-    def left_bytes(self) -> int:
-        """What may be written now; below 0 where more was."""
-        return self._left
+        return self.left_bytes > 0
 
     def spend(self, size: int) -> None:
         """Note bytes that are being written."""
-        self._left -= size
+        self.left_bytes -= size

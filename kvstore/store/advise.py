@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from kvstore.store.status import Status, TierStatus
-from kvstore.units import sized
+from kvstore.units import GIB, sized
 
-GIB = 1 << 30
 _NOW = "1"
 _POINT_MIN = 0.05  # less is shown as 0.0
 

@@ -214,7 +214,7 @@ class Memory:
         if self._now_ns < needy.look_ns:
             return False
         needy.look_ns = self._now_ns + _LOOK_NS
-        others = [n for n in namespaces.values() if n is not needy and n.has_live]
+        others = [n for n in namespaces.values() if n is not needy and n.live_extents]
         leaving = [(n, m) for n in others for m in n.extents.values() if m.state in _LEAVING]
         if any(self._now_ns - mapping.since_ns <= _RETIRE_LIMIT_NS for _, mapping in leaving):
             return False
@@ -244,7 +244,7 @@ class Memory:
         too_many = -(-too_much // self.pool.extent_bytes) - len(leaving)
         fresh = sum(self._now_ns - mapping.since_ns <= _RETIRE_LIMIT_NS for mapping in leaving)
         for _ in range(min(too_many, _FIT_MAX - fresh)):
-            donors = [namespace for namespace in namespaces if namespace.has_live]
+            donors = [namespace for namespace in namespaces if namespace.live_extents]
             donor = max(donors, key=lambda n: (not n.sessions, n.live_extents), default=None)
             mapping = None if donor is None else donor.shrinkable()
             if donor is None or mapping is None:

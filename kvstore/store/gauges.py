@@ -83,12 +83,12 @@ def gauges(
         found["kvstore_slots", label, "retiring"] = sum(mapping.held for mapping in leaving)
         found["kvstore_leases", label] = len(manager.leases)
         found["kvstore_jobs_open", label] = namespace.tiering.jobs_open
-        storing, arriving, _ = namespace.tiering.unfinished
+        arriving = len(namespace.tiering.coming)
         pinned = manager.leases.blocks_of(PINS)
         for cause, count in (
             ("lease", manager.leases.blocks - pinned),
             ("pin", pinned),
-            ("copy", storing),
+            ("copy", namespace.tiering.storing),
             ("coming", arriving),
             ("credit", max(0, len(manager.slots.granted) - arriving)),
         ):
@@ -112,10 +112,10 @@ def queue_gauges(
     for namespace in namespaces.values():
         for tier, queue in namespace.tiering.queues.items():
             found["kvstore_held_blocks", tier] += queue.held
-        for tier, count, since_ns in namespace.tiering.unfinished.queues:
-            seconds = "kvstore_queue_seconds", tier
-            found["kvstore_queued_blocks", tier] += count
-            found[seconds] = max(found[seconds], (now_ns - since_ns) / 1e9)
+            if len(queue):
+                seconds = "kvstore_queue_seconds", tier
+                found["kvstore_queued_blocks", tier] += len(queue)
+                found[seconds] = max(found[seconds], (now_ns - queue.first.since_ns) / 1e9)
         for shared in namespace.tiering.shared:
             found["kvstore_queued_blocks", shared.tier.name] += shared.sharing.waiting
     for tier, budget in namespaces.budgets.items():

@@ -188,11 +188,6 @@ class Namespace:
             session.stirred = True  # it may have more credits
 
     @property
-    def has_live(self) -> bool:
-        """Tell whether an extent is in use, and not on its way."""
-        return self.live_extents > 0
-
-    @property
     def live_extents(self) -> int:
         """Count the extents that are in use, and not on their way."""
         return sum(mapping.state == "live" for mapping in self.extents.values())

@@ -622,17 +622,13 @@ class Server:
                 told = now
                 self.health.copied = f"{copied} of {total}"
                 log.info("copying blocks that only memory has: %s", self.health.copied)
-            failed |= self._disk_fails
+            failed |= self._disk is not None and self._disk.fails
             if failed and not namespaces.queued_blocks and self._await_disk():
                 failed, kept = False, time.monotonic()
                 namespaces.enqueue_all()
             time.sleep(_BUSY_TICK_S)
         if total:
             log.info("%d blocks were only in memory: copied %d", total, copied)
-
-    @property
-    def _disk_fails(self) -> bool:
-        return self._disk is not None and self._disk.fails
 
     def _await_disk(self) -> bool:
         """Wait for a disk that fails, if it is tried again soon; tell whether none fails now."""

@@ -34,11 +34,6 @@ class Tokens(msgspec.Struct, frozen=True):
     looked_up: int
     hit: dict[str, int]
 
-    @property
-    def hit_rate(self) -> float | None:
-        """The share that hit; None: nothing was looked up."""
-        return sum(self.hit.values()) / self.looked_up if self.looked_up else None
-
     def since(self, before: Tokens) -> Tokens:
         """Return what has come since an earlier count."""
         hit = {tier: count - before.hit.get(tier, 0) for tier, count in self.hit.items()}

@@ -537,11 +537,6 @@ class Store:
             for session in self.sessions.values():
                 self.sessions.end(session, "drain", REFUSAL, calm=True)
 
-    @property
-    def draining(self) -> bool:
-        """Tell whether new engines and peers are refused."""
-        return self.drain.active
-
     def _report(self, connection: int, what: str = "stats") -> None:
         answer: object
         if what in DRAINS:
@@ -573,7 +568,7 @@ class Store:
             found |= plugin_gauges(self.plugins)
             found |= curve_gauges(self.namespaces, self._pool, self._disk)
             found |= self.tenants.gauges()
-            found["kvstore_draining",] = float(self.draining)
+            found["kvstore_draining",] = float(self.drain.active)
             if self._peers is not None:
                 found |= self._peers.gauges()
             self.numbers.gauges = found

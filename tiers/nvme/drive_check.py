@@ -23,10 +23,9 @@ from pathlib import Path
 import msgspec
 import xxhash
 from numpy.random import default_rng  # here: a Ctrl-C that meets an import can be lost
-from rich.table import Table
 
 from kvstore.core.errors import ConfigError, KVStoreError
-from kvstore.printing import output
+from kvstore.printing import output, table
 from kvstore.units import GIB, MIB
 from tiers.nvme.block_io import Move, ThreadMover, writers_of
 from tiers.nvme.files import ExtentFile
@@ -253,16 +252,13 @@ class _Driver:
 
 def show(report: DriveReport) -> None:
     """Print it as a table, and the settings below."""
-    table = Table(box=None, header_style="bold")
-    table.add_column("blocks of 2 MiB", no_wrap=True)
-    for name in ("in flight", "GB/s", "CPU us"):
-        table.add_column(name, justify="right")
+    rows = table("blocks of 2 MiB", "in flight>", "GB/s>", "CPU us>")
     for one in sorted(report.samples, key=lambda s: (s.kind, s.pattern == "random", s.depth)):
         rate, cpu = f"{one.bytes_per_s / 1e9:.2f}", f"{one.cpu_us_per_block:.0f}"
-        table.add_row(f"{one.pattern} {one.kind}s", str(one.depth), rate, cpu)
+        rows.add_row(f"{one.pattern} {one.kind}s", str(one.depth), rate, cpu)
     for part in (
         f"{report.path}, measured for {report.seconds:.0f} s",
-        table,
+        rows,
         f"\n{report.toml}\n",
         f"The budget assumes that {report.suggestion.assumption}.",
     ):

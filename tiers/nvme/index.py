@@ -70,14 +70,13 @@ class DiskIndex:
     def __init__(self, changes: Changes | None = None) -> None:
         """Start empty. changes: where what can be read, and cannot any more, is noted."""
         self._tables: list[dict[BlockKey, Record]] = [{} for _ in range(TABLES)]
-        self._count = 0
         self.order: LeafLRU | TenantOrder = LeafLRU()
         self.tenants: TenantOrder | None = None  # the same, once there is a tenant
         self.changes = changes
 
     def __len__(self) -> int:
         """Count the records, those being written included."""
-        return self._count
+        return sum(map(len, self._tables))
 
     def add_tenant(self, tag: bytes, share: Share, block_bytes: int) -> None:
         """Count blocks whose keys end with a tag as a tenant's; all records are loaded."""
@@ -112,7 +111,6 @@ class DiskIndex:
         """Add a record below its parent, which is here."""
         key = record.key
         self._tables[hash(key) >> TABLE_SHIFT][key] = record
-        self._count += 1
         if parent is not None:
             parent.children += 1
             sibling = parent.first
@@ -136,7 +134,6 @@ class DiskIndex:
         self.gone(record)
         self.order.remove(record)
         del self._tables[hash(record.key) >> TABLE_SHIFT][record.key]
-        self._count -= 1
         record.state = State.DROPPED
         if parent is not None:
             self.order.freed(parent)
