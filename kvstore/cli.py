@@ -570,7 +570,7 @@ def _quota(chosen: argparse.Namespace) -> int:
         found = admin.set_quota(chosen.store, chosen.tenant, chosen.tier, limit, keeps, chosen.user)
         print("after a restart the limits of the configuration file hold again", file=sys.stderr)
     if chosen.json:
-        print_json([each._asdict() for each in found])
+        print_json(found)
         return 0
     shown = table("tenant", "tier", "used>", "quota>", "floor>")
     for each in found:

@@ -16,7 +16,8 @@ from kvstore.core.errors import ConfigError
 from kvstore.core.limits import TENANTS_MAX
 from kvstore.core.types import make_key, tag_of
 from kvstore.store import admin
-from kvstore.store.tenants import Tenants, TenantShare
+from kvstore.store.status import TenantStatus
+from kvstore.store.tenants import Tenants
 from kvstore.store.top import words
 from kvstore.wire import engine as p
 from tests.harness.fakes import u32
@@ -126,7 +127,7 @@ def test_Q41_a_quota_set_at_run_time_takes_effect_at_once_also_while_nothing_goe
         capsys.readouterr()
         assert cli.main(["quota", "--json", *place]) == 0
         found = msgspec.json.decode(capsys.readouterr().out, type=list[dict[str, Any]])
-        assert TenantShare(**found[0]) == ("a", "cpu", 2 * MIB, 2 * MIB, MIB)
+        assert TenantStatus(**found[0]) == TenantStatus("a", "cpu", 2 * MIB, 2 * MIB, MIB)
         for words in (["--floor", "1MiB"], ["a", "cpu"]):
             assert cli.main(["quota", *words, *place]) == 2
             assert "expected a tenant, a tier and a quota" in capsys.readouterr().err
@@ -249,6 +250,6 @@ def test_Q41_a_resize_leaves_limits_that_were_set_at_run_time(tmp_path: Path) ->
         tenants, live = store.server.store.tenants, store.server.store.settings
         tenants.limit("a", "cpu", 3 * MIB, MIB)
         live.resize("cpu", 32 * MIB)
-        assert [tuple(each) for each in tenants.every()] == [("a", "cpu", 0, 3 * MIB, MIB)]
+        assert [*tenants.every()] == [TenantStatus("a", "cpu", 0, 3 * MIB, MIB)]
         live.take_over(live.running)
-        assert [tuple(each) for each in tenants.every()] == [("a", "cpu", 0, 5 * MIB, 0)]
+        assert [*tenants.every()] == [TenantStatus("a", "cpu", 0, 5 * MIB, 0)]

@@ -22,8 +22,7 @@ from kvstore.store.drain import DRAIN, Drained
 from kvstore.store.live_settings import Reloaded
 from kvstore.store.pins import Pinned
 from kvstore.store.recorder import Recording
-from kvstore.store.status import Status
-from kvstore.store.tenants import TenantShare
+from kvstore.store.status import Status, TenantStatus
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.credentials import OtherUserError, connect
@@ -94,9 +93,9 @@ def resize(
         rows = stats(address, user=user)
 
 
-def quotas(address: str, user: int | None = None) -> list[TenantShare]:
+def quotas(address: str, user: int | None = None) -> list[TenantStatus]:
     """List what tenants have and may have."""
-    return _ask(address, p.Query("quota"), user, list[TenantShare])
+    return _ask(address, p.Query("quota"), user, list[TenantStatus])
 
 
 def set_quota(
@@ -106,13 +105,13 @@ def set_quota(
     quota_bytes: int | None,
     floor_bytes: int = 0,
     user: int | None = None,
-) -> list[TenantShare]:
+) -> list[TenantStatus]:
     """Change what a tenant may have in a tier, until the store ends; list all tenants.
 
     Raises StoreUnreachable, or StoreRefused.
     """
     query = p.Query("quota", tier, tenant=tenant, quota_bytes=quota_bytes, floor_bytes=floor_bytes)
-    return _ask(address, query, user, list[TenantShare])
+    return _ask(address, query, user, list[TenantStatus])
 
 
 def pins(address: str, user: int | None = None) -> list[Pinned]:

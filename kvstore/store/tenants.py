@@ -7,7 +7,6 @@ look at its share themselves (core/tenants.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from kvstore.config import TenantConfig, refuse_floors
 from kvstore.core import limits
@@ -16,16 +15,7 @@ from kvstore.core.tenants import Share
 from kvstore.core.types import tag_of
 from kvstore.metrics import MEMORY, NVME
 from kvstore.settings import read_tenant
-
-
-class TenantShare(NamedTuple):
-    """What a tenant has in a tier."""
-
-    tenant: str
-    tier: str
-    used_bytes: int
-    quota_bytes: int | None
-    floor_bytes: int
+from kvstore.store.status import TenantStatus
 
 
 class Tenants:
@@ -130,11 +120,11 @@ class Tenants:
                 found[*metric, "quota"] = each.quota_bytes
         return found
 
-    def every(self) -> Iterator[TenantShare]:
+    def every(self) -> Iterator[TenantStatus]:
         """Go through all tenants and tiers."""
         for name, tag in self.names.items():
             for tier, shares in self.shares.items():
                 share = shares[tag]
-                yield TenantShare(
+                yield TenantStatus(
                     name, tier, share.used_bytes, share.quota_bytes, share.floor_bytes
                 )
