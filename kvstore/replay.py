@@ -27,6 +27,7 @@ from kvstore.core.leases import NEVER_NS, Generations
 from kvstore.core.manager import Manager
 from kvstore.core.policy import MakePolicy
 from kvstore.core.segmented import GHOSTS
+from kvstore.core.tier import leading_alike
 from kvstore.core.tiering import Found, Tiering
 from kvstore.core.types import (
     BlockKey,
@@ -270,10 +271,7 @@ class _Disk:
         return LookupResult.HIT if here else LookupResult.MISS
 
     def leading(self, keys: Sequence[BlockKey], first: int) -> tuple[LookupResult, int]:
-        result, at = self.lookup(keys[first]), first + 1
-        while at < len(keys) and self.lookup(keys[at]) is result:
-            at += 1
-        return result, at - first
+        return leading_alike(self.lookup, keys, first)
 
     def touch(self, key: BlockKey) -> None:
         self._memory.manager.touch(key)

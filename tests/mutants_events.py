@@ -145,7 +145,7 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "describe(partial(_tokens_of, layout, tokens))",
             "describe(self.tokens_of)",
         ),
-        ("snapshot -k O27_what_a_disk_asks", "if width and _is_full", "if _is_full"),
+        ("snapshot -k O27_what_a_disk_asks", "if width and layout.is_full", "if layout.is_full"),
     ),
     "tiers/nvme/tier.py": (
         (

@@ -24,7 +24,7 @@ import msgspec
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import Heads, Name, Text
-from kvstore.core.types import GroupRule
+from kvstore.core.types import BlockKey, GroupRule
 
 FORMAT = 2
 ALIGNMENT = 4096
@@ -155,6 +155,11 @@ class SlotLayout(msgspec.Struct, frozen=True):
     def of_session(self, number: int) -> SlotLayout:
         """Return the same under a digest that no other session of any store has."""
         return msgspec.structs.replace(self, digest=_digest((self.digest, number)))
+
+    def is_full(self, key: BlockKey, width: int) -> bool:
+        """Tell whether a block, named by a hash so wide, is of a group with the full prefix."""
+        group = int.from_bytes(key[width : width + 2], "big")
+        return group < len(self.rules) and self.rules[group].trailing is None
 
 
 class PageRun(msgspec.Struct, frozen=True, array_like=True):

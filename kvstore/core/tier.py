@@ -70,6 +70,16 @@ class Leading(Protocol):
         """Return what lookup() says of keys[first], and from there on of how many blocks."""
 
 
+def leading_alike(
+    lookup: Callable[[BlockKey], LookupResult], keys: Sequence[BlockKey], first: int
+) -> tuple[LookupResult, int]:
+    """Return what leading() is to return, of a tier that looks blocks up one by one."""
+    result, end = lookup(keys[first]), first + 1
+    while end < len(keys) and lookup(keys[end]) is result:
+        end += 1
+    return result, end - first
+
+
 @runtime_checkable
 class Telling(Protocol):
     """A tier that can say what enters and leaves it; NVMe does, and others may."""

@@ -40,15 +40,10 @@ def _ghosts(entries: int) -> Ghosts:
     return Ghosts(memoryview(memory))
 
 
-def _is_full(layout: SlotLayout, key: BlockKey, width: int) -> bool:
-    rules, group = layout.rules, int.from_bytes(key[width : width + 2], "big")
-    return group < len(rules) and rules[group].trailing is None
-
-
 def _tokens_of(layout: SlotLayout, known: TokenIds, key: BlockKey) -> bytes:
     width = known.width
     # No engine may have said any yet, of any width.
-    return known.of(key[:width]) if width and _is_full(layout, key, width) else b""
+    return known.of(key[:width]) if width and layout.is_full(key, width) else b""
 
 
 class Mapping(msgspec.Struct, eq=False):
@@ -148,10 +143,6 @@ class Namespace:
     def tokens_of(self, key: BlockKey) -> bytes:
         """Return a block's token ids, u32; b"" if they are not known, or for no KV event."""
         return b"" if self._tokens is None else _tokens_of(self.layout, self._tokens, key)
-
-    def is_full(self, key: BlockKey, width: int) -> bool:
-        """Tell whether a block, named by a hash so wide, is of a group with the full prefix."""
-        return _is_full(self.layout, key, width)
 
     def add_extent(self, extent: int, memory: CpuExtent, waiting: set[int], now_ns: int) -> Mapping:
         """Number the slots of new memory; they are used once everybody has mapped them."""

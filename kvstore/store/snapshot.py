@@ -76,7 +76,7 @@ class SnapshotPages:
     def _held(self, key: BlockKey, parent: BlockKey | None, tokens: bytes) -> p.Held | None:
         """Return what is to be told of a block now, if anything is."""
         namespace, width, tell = self._namespace, self._asked.width, self._keys.tell
-        wanted = key[width + 2 :] == self._asked.scope and namespace.is_full(key, width)
+        wanted = key[width + 2 :] == self._asked.scope and namespace.layout.is_full(key, width)
         if not wanted or not tokens:
             return None
         memory = namespace.manager.ready(key) is not None and tell(key, MEMORY)

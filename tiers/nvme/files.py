@@ -12,8 +12,9 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.owned_files import open_file
@@ -21,6 +22,7 @@ from kvstore.owned_files import open_file
 PAGE_BYTES = 4096
 RUN_BLOCKS_MAX = 256  # a vectored call takes up to 1,024 pieces
 _buffers = threading.local()
+T = TypeVar("T")
 
 
 def stride_of(slot_bytes: int) -> int:
@@ -152,6 +154,18 @@ class ExtentFile:
         """Make all that is written durable. Raises OSError, TierIOError when it was closed."""
         with self as fd:
             os.fdatasync(fd)
+
+
+def runs_of(items: Iterable[T], place: Callable[[T], int], longest: int) -> Iterator[list[T]]:
+    """Yield items in the order of their places, neighbours together, up to so many."""
+    run: list[T] = []
+    for item in sorted(items, key=place):
+        if run and (len(run) == longest or place(item) != place(run[-1]) + 1):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
 
 
 def address_of(block: memoryview) -> int:

@@ -24,7 +24,7 @@ from kvstore.core.index import State
 from kvstore.open_files import files_max
 from tiers.nvme.attached import set_aside, spaces_of
 from tiers.nvme.directory import EXTENT, Directory
-from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, stride_of
+from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, runs_of, stride_of
 from tiers.nvme.fsck_report import Amount, FsckReport, Repair
 from tiers.nvme.index import Record
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
@@ -263,30 +263,13 @@ def load(client: IndexClient, space: DiskNamespace) -> list[Refused]:
     return refused
 
 
-def run_blocks_max(space: DiskNamespace) -> int:
-    """Return how many blocks are read in one call at most."""
-    return max(1, min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // stride_of(space.slot_bytes)))
-
-
-def runs_of(space: DiskNamespace) -> Iterator[list[Record]]:
-    """Yield the blocks of a space in the order of their places, neighbours together."""
-    longest = run_blocks_max(space)
-    run: list[Record] = []
-    for record in sorted(space.index, key=lambda record: record.slot):
-        if run and (len(run) == longest or record.slot != run[-1].slot + 1):
-            yield run
-            run = []
-        run.append(record)
-    if run:
-        yield run
-
-
 def verified(space: DiskNamespace) -> Iterator[tuple[list[Record], list[str]]]:
     """Read all blocks of a space, on threads; yield some with what causes_of() says of them."""
-    size = run_blocks_max(space) * stride_of(space.slot_bytes)
+    stride = stride_of(space.slot_bytes)
+    longest = max(1, min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // stride))
     buffers: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(READERS):
-        buffers.put(memoryview(mmap.mmap(-1, size)))
+        buffers.put(memoryview(mmap.mmap(-1, longest * stride)))
 
     def read(run: list[Record]) -> list[str]:
         buffer = buffers.get()
@@ -295,7 +278,7 @@ def verified(space: DiskNamespace) -> Iterator[tuple[list[Record], list[str]]]:
         finally:
             buffers.put(buffer)
 
-    runs = runs_of(space)
+    runs = runs_of(space.index, lambda record: record.slot, longest)
     with ThreadPoolExecutor(READERS) as pool:
         while some := list(islice(runs, _BATCH_RUNS)):
             yield from zip(some, pool.map(read, some), strict=True)

@@ -13,10 +13,10 @@ import msgspec
 
 from kvstore.core.errors import BlockCorrupt, TierError, TierFull, TierIOError
 from kvstore.core.index import State
-from kvstore.core.tier import TierContext, TokenRow, TokenRows
+from kvstore.core.tier import TierContext, TokenRow, TokenRows, leading_alike
 from kvstore.core.types import BlockKey, Changes, JobKind, JobResult, LookupResult, TransferJob
 from tiers.nvme.block_io import Move
-from tiers.nvme.files import RUN_BLOCKS_MAX
+from tiers.nvme.files import RUN_BLOCKS_MAX, runs_of
 from tiers.nvme.index import Record
 from tiers.nvme.messages import TokenPage
 from tiers.nvme.namespace import DiskNamespace
@@ -100,13 +100,9 @@ class NvmeTier:
 
     def leading(self, keys: Sequence[BlockKey], first: int) -> tuple[LookupResult, int]:
         """Return what lookup() says of keys[first], and from there on of how many blocks."""
-        result, lookup = self.lookup(keys[first]), self.lookup
         if not self._disk.online:
-            return result, len(keys) - first
-        end = first + 1
-        while end < len(keys) and lookup(keys[end]) is result:
-            end += 1
-        return result, end - first
+            return LookupResult.MISS, len(keys) - first
+        return leading_alike(self.lookup, keys, first)
 
     def touch(self, key: BlockKey) -> None:
         """Refresh a block that was used, and with it the path above it."""
@@ -293,15 +289,7 @@ class NvmeTier:
         """Move blocks, in runs of neighbours as long as they may be, several at a time."""
         store = work.job.kind is JobKind.STORE
         longest = self._run_blocks(len(blocks), self._disk.lanes(store=store))
-        blocks.sort(key=lambda pair: pair[1].slot)
-        runs: list[list[tuple[int, Record]]] = []
-        for pair in blocks:
-            last = runs[-1] if runs else []
-            if last and len(last) < longest and pair[1].slot == last[-1][1].slot + 1:
-                last.append(pair)
-            else:
-                runs.append([pair])
-        for run in runs:
+        for run in runs_of(blocks, lambda pair: pair[1].slot, longest):
             place = run[0][1].slot
             work.runs += 1
             self._disk.start(

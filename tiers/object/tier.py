@@ -15,7 +15,7 @@ from itertools import islice
 import msgspec
 
 from kvstore.core.errors import BlockCorrupt, TierError, TierIOError
-from kvstore.core.tier import TierContext
+from kvstore.core.tier import TierContext, leading_alike
 from kvstore.core.types import (
     BlockKey,
     Chain,
@@ -232,10 +232,7 @@ class ObjectTier:
         """Return what lookup() says of keys[first], and from there on of how many blocks."""
         if self._known.empty and not self._searches:
             return _MISS, len(keys) - first
-        result, end = self.lookup(keys[first]), first + 1
-        while end < len(keys) and self.lookup(keys[end]) is result:
-            end += 1
-        return result, end - first
+        return leading_alike(self.lookup, keys, first)
 
     def touch(self, key: BlockKey) -> None:
         """Do nothing: the bucket's rules decide what it keeps."""
