@@ -467,7 +467,7 @@ def test_an_extent_that_is_being_made_is_let_go_of_too(
             lose(found)
             found.disk.poll()
             assert not found.disk._remount.at_home
-            assert not found.disk._remount.away
+            assert found.disk.attached.directory.lock_fd >= 0
             gate.go_on.set()
             away(found)
             assert not open_files(folder)

@@ -38,7 +38,7 @@ def wait_for(found: Shelf, state: str) -> None:
 
 def away(found: Shelf) -> None:
     """Wait until it is off and has let go of everything."""
-    wait(found, lambda: found.disk._remount.away)
+    wait(found, lambda: found.disk.attached.directory.lock_fd < 0)
 
 
 @contextmanager

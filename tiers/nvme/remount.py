@@ -28,7 +28,6 @@ class Remount:
 
     def __init__(self, disk: NvmeDisk) -> None:
         self.at_home = True  # the directory is open, and stays open
-        self.away = False  # all of it is closed
         self._disk = disk
         self._now_s = 0.0
         self._due = False  # it is time to try something
@@ -54,7 +53,6 @@ class Remount:
     def _leave(self) -> Iterator[None]:
         self.at_home = False
         error = yield from self._on_keeper(self._disk.attached.closing())
-        self.away = True
         if error is not None:
             self._disk.health.not_yet(str(error), self._now_s)
 
@@ -68,7 +66,6 @@ class Remount:
             if self._writing:  # it could reach a slot that was given anew
                 disk.health.not_yet("writes hang", self._now_s)
                 continue
-            self.away = False
             attach = partial(Attached, disk, old.directory.id, old.damage)
             found = yield from self._on_keeper(attach)
             if isinstance(found, Attached):
@@ -76,7 +73,6 @@ class Remount:
                 disk.replace(found)
                 disk.health.back(self._now_s)
             else:
-                self.away = True
                 disk.health.not_yet(str(found), self._now_s)
 
     def _mend(self) -> Iterator[None]:
