@@ -13,7 +13,11 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "        self._await_disk()\n        started",
             "        started",
         ),
-        ("disk_faults -k fails_for_a_moment", "            failed |= self._disk_fails\n", ""),
+        (
+            "disk_faults -k fails_for_a_moment",
+            "            failed |= self._disk is not None and self._disk.fails\n",
+            "",
+        ),
         ("advise -k Q62_no_answer", "        if not ready:", "        if True:"),
         ("advise -k S2_a_bug", "            with self._around_curves:", "            if True:"),
         ("reload -k Q20_sighup", "signal.signal(signal.SIGHUP, server.hang_up)"),
