@@ -17,11 +17,11 @@ from tests.harness.compiled import library
 
 def on_stub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int
-) -> tuple[cuda.CupyCuda, ctypes.CDLL]:
+) -> tuple[cuda.Cuda, ctypes.CDLL]:
     """The border, with a stub of the driver under it, and the stub."""
     driver = library("driver_stub.c", tmp_path)
     monkeypatch.setattr("connectors.copies.gpu.cuda.ctypes.CDLL", lambda _: driver)
-    made = cuda.CupyCuda.__new__(cuda.CupyCuda)
+    made = cuda.Cuda.__new__(cuda.Cuda)
     monkeypatch.setattr(made, "_use", lambda: None, raising=False)
     made._index = index
     made._prepare_driver()
@@ -57,7 +57,7 @@ def test_a_batch_of_copies_reaches_the_driver_as_its_header_says(
 
 
 def test_a_driver_without_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = cuda.CupyCuda.__new__(cuda.CupyCuda)
+    made = cuda.Cuda.__new__(cuda.Cuda)
     monkeypatch.setattr(cuda, "_BATCH", "no_such_call")
     monkeypatch.setattr(cuda, "_DRIVER", None)  # this process, which has no such call
     with pytest.raises(NotSupported, match="driver is too old, expected CUDA 13"):
@@ -102,7 +102,7 @@ def test_what_cuda_refuses_has_its_words_and_the_gpu() -> None:
     def refuse(*_: object) -> None:
         raise OSError("cudaErrorMemoryAllocation: out of memory")
 
-    made = cuda.CupyCuda.__new__(cuda.CupyCuda)
+    made = cuda.Cuda.__new__(cuda.Cuda)
     made._index = 3
     made._runtime = SimpleNamespace(
         setDevice=lambda _: None, hostRegister=refuse, CUDARuntimeError=OSError

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from connectors.copies.gpu.cuda import Cuda, CupyCuda
+from connectors.copies.gpu.cuda import Cuda
 from connectors.copies.gpu.device import CudaDevice, GpuCopier, Queued
 from connectors.copies.gpu.measure import Choice, chosen, rates
 from connectors.copies.host import LayerCache, MappedExtent, SlotMap
@@ -61,7 +61,7 @@ class Memory:
         self.size = size
         self.storage = torch.empty(size, dtype=torch.uint8, device=device)
         self.storage.random_(0, 256)
-        self.cuda: Cuda = CupyCuda(self.storage.device.index or 0) if cuda is None else cuda
+        self.cuda: Cuda = Cuda(self.storage.device.index or 0) if cuda is None else cuda
         self.stream = self.cuda.new_stream()
         self.end = self.cuda.new_event()
         fd = os.memfd_create("kvstore-bench")

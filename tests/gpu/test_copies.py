@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from connectors.copies.gpu.cuda import CupyCuda, Launch
+from connectors.copies.gpu.cuda import Cuda, Launch
 from connectors.copies.gpu.device import CudaDevice, Queued
 from connectors.copies.gpu.measure import RUN_SIZES, Choice, chosen, rates
 from connectors.copies.gpu.plan import plans
@@ -137,7 +137,7 @@ def test_the_kernel_moves_what_its_twin_says(seed: int) -> None:
     rng = random.Random(seed)
     engine = random_engine(rng, BLOCKS, "cuda")
     fill_random(engine, seed)
-    cuda = CupyCuda(0)
+    cuda = Cuda(0)
     stream, event = cuda.new_stream(), cuda.new_event()
     slots = cuda.pinned(SLOTS * engine.layout.slot_bytes)
     for plan in plans(engine.layout, engine.caches, store=True):
@@ -231,7 +231,7 @@ def test_a_million_blocks_move_and_come_back() -> None:
 
 
 def test_nothing_is_measured_as_faster_than_it_can_be() -> None:
-    cuda = CupyCuda(0)
+    cuda = Cuda(0)
     found = rates(cuda)
     cuda.close()
     assert {rate.run_bytes for rate in found} == set(RUN_SIZES)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from connectors.copies.gpu.cuda import Launch
+from connectors.copies.gpu.cuda import Cuda, Launch
 from connectors.copies.gpu.plan import Words
 from kvstore.core.errors import TierIOError
 from tests.harness.gpu_twin import items
@@ -66,7 +66,7 @@ class Op:
         return not self._left
 
 
-class FakeCuda:
+class FakeCuda(Cuda):
     """Cuda of connectors/copies/gpu/cuda.py, without a device."""
 
     def __init__(self, memory: Sequence[torch.Tensor], seed: int = 0) -> None:
@@ -83,8 +83,8 @@ class FakeCuda:
         self._kept: list[NDArray[np.uint8]] = [m.numpy() for m in memory]
         self._host: list[tuple[int, int]] = []
         self.pinned_ranges: dict[int, int] = {}
-        self._streams: dict[int, deque[Op]] = {COMPUTE: deque()}
-        self._events: dict[int, Record | None] = {}
+        self._ops: dict[int, deque[Op]] = {COMPUTE: deque()}
+        self._records: dict[int, Record | None] = {}
         self._next = 100
         self.closed = False
         self.capturing = False  # the engine captures a graph
@@ -95,7 +95,7 @@ class FakeCuda:
     def compute(self, work: Callable[[], object]) -> None:
         """Queue something that the engine computes."""
         with self._lock:
-            self._streams[COMPUTE].append(Op(lambda: [work]))
+            self._ops[COMPUTE].append(Op(lambda: [work]))
 
     def run(self, stream: int | None = None) -> None:
         """Let one stream, or all, run until nothing can go on; held streams, too, if named."""
@@ -107,20 +107,20 @@ class FakeCuda:
     def idle(self) -> bool:
         """Whether nothing is queued."""
         with self._lock:
-            return not any(self._streams.values())
+            return not any(self._ops.values())
 
     def lane(self, number: int) -> int:
         """The streams in the order they were made, the compute stream first."""
-        return list(self._streams)[number]
+        return list(self._ops)[number]
 
     def _step(self, among: list[int] | None = None) -> bool:
-        names = [s for s in self._streams if s not in self.held] if among is None else among
-        able = [s for s in names if self._streams[s] and self._streams[s][0].ready()]
+        names = [s for s in self._ops if s not in self.held] if among is None else among
+        able = [s for s in names if self._ops[s] and self._ops[s][0].ready()]
         if not able:
             return False
         stream = self.rng.choice(able)
-        if self._streams[stream][0].step(self.rng):
-            self._streams[stream].popleft()
+        if self._ops[stream][0].step(self.rng):
+            self._ops[stream].popleft()
         return True
 
     def _unsafe(self, call: str) -> None:
@@ -146,33 +146,33 @@ class FakeCuda:
     def new_stream(self) -> int:
         with self._lock:
             number = self._number()
-            self._streams[number] = deque()
+            self._ops[number] = deque()
             return number
 
     def new_event(self, *, timing: bool = False) -> int:
         del timing
         with self._lock:
             number = self._number()
-            self._events[number] = None
+            self._records[number] = None
             return number
 
     def record(self, event: int, stream: int) -> None:
         with self._lock:
             record = Record()
-            self._events[event] = record
+            self._records[event] = record
 
             def reached() -> None:
                 record.done = True
 
-            self._streams[stream].append(Op(lambda: [reached]))
+            self._ops[stream].append(Op(lambda: [reached]))
 
     def wait(self, stream: int, event: int) -> None:
         """As CUDA: for the event as it stands now, and not at all if it was never recorded."""
         with self._lock:
             self._refuses("wait")
-            record = self._events[event]
+            record = self._records[event]
             if record is not None:
-                self._streams[stream].append(Op(list, lambda: record.done))
+                self._ops[stream].append(Op(list, lambda: record.done))
 
     def reached(self, event: int) -> bool:
         self._unsafe("reached")
@@ -180,7 +180,7 @@ class FakeCuda:
             self.asked += 1
             for _ in range(self.rng.randint(0, self.pace)):
                 self._step()
-            record = self._events[event]
+            record = self._records[event]
             return record is None or record.done
 
     def milliseconds(self, begin: int, end: int) -> float:
@@ -206,7 +206,7 @@ class FakeCuda:
                     for e, s, n in zip(*(c.tolist() for c in items(tiles, places)), strict=True)
                 ]
 
-            self._streams[stream].append(Op(pieces, moves=True))
+            self._ops[stream].append(Op(pieces, moves=True))
 
     def copy(self, to: Words, source: Words, sizes: Words, stream: int) -> None:
         with self._lock:
@@ -216,7 +216,7 @@ class FakeCuda:
             def pieces() -> list[Callable[[], object]]:
                 return [lambda t=t, s=s, n=n: self._copy(t, s, n) for t, s, n in rows]  # type: ignore[misc]
 
-            self._streams[stream].append(Op(pieces, moves=True))
+            self._ops[stream].append(Op(pieces, moves=True))
 
     def table(self, rows: Words, stream: int) -> int:
         with self._lock:
@@ -226,7 +226,7 @@ class FakeCuda:
             def fill() -> None:
                 ctypes.memmove(address, made.ctypes.data, made.nbytes)
 
-            self._streams[stream].append(Op(lambda: [fill]))
+            self._ops[stream].append(Op(lambda: [fill]))
             return address
 
     def memory(self, size: int) -> int:
@@ -265,7 +265,7 @@ class FakeCuda:
     def moving(self) -> bool:
         """Whether a copy of slots is queued."""
         with self._lock:
-            return any(op.moves for ops in self._streams.values() for op in ops)
+            return any(op.moves for ops in self._ops.values() for op in ops)
 
     def close(self) -> None:
         with self._lock:

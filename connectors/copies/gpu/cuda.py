@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from kvstore.core.errors import NotSupported, TierIOError
 
 try:
     import cupy
-except ImportError:  # an engine on a GPU is refused without it, see CupyCuda
+except ImportError:  # an engine on a GPU is refused without it, see Cuda
     cupy = None
 
 THREADS = 512
@@ -47,87 +47,6 @@ class Launch(msgspec.Struct, frozen=True):
     place_count: int
     store: bool
     blocks: int  # thread blocks, at most one per item
-
-
-class Cuda(Protocol):
-    """CUDA as the copier sees it; streams and events are numbers. Callable from any thread."""
-
-    def relax_capture(self) -> None:
-        """Let the calling thread make any call while another one captures a CUDA graph.
-
-        Without, memory that is made or pinned meanwhile spoils the graph.
-        """
-        ...
-
-    def bus_id(self) -> str:
-        """Return where on the PCI bus the GPU is, as 0000:65:00.0."""
-        ...
-
-    def compute_stream(self) -> int:
-        """Return the stream on which the calling thread's engine computes."""
-        ...
-
-    def new_stream(self) -> int:
-        """Make a stream of the lowest priority that waits for no other by itself."""
-        ...
-
-    def new_event(self, *, timing: bool = False) -> int:
-        """Make an event; without timing it costs less."""
-        ...
-
-    def record(self, event: int, stream: int) -> None:
-        """Let an event stand for all that was queued on a stream so far."""
-        ...
-
-    def wait(self, stream: int, event: int) -> None:
-        """Let what is queued on a stream from here on wait for an event as it stands now."""
-        ...
-
-    def reached(self, event: int) -> bool:
-        """Tell whether all that an event stands for is done."""
-        ...
-
-    def milliseconds(self, begin: int, end: int) -> float:
-        """Return the time between two timing events that were reached."""
-        ...
-
-    def launch(self, launch: Launch, stream: int) -> None:
-        """Queue the kernel."""
-        ...
-
-    def copy(
-        self,
-        to: NDArray[np.uint64],
-        source: NDArray[np.uint64],
-        sizes: NDArray[np.uint64],
-        stream: int,
-    ) -> None:
-        """Queue copies between addresses as one batch; the arrays are read before it returns."""
-        ...
-
-    def table(self, rows: NDArray[np.uint64], stream: int) -> int:
-        """Put a table on the device, in a stream's order; return its address. Kept for good."""
-        ...
-
-    def memory(self, size: int) -> int:
-        """Make device memory; return its address. Kept until `close`."""
-        ...
-
-    def pinned(self, size: int) -> NDArray[np.uint8]:
-        """Make host memory that the device reads and writes. Kept until `close`."""
-        ...
-
-    def pin(self, address: int, size: int) -> None:
-        """Let the device read and write memory of the host."""
-        ...
-
-    def unpin(self, address: int) -> None:
-        """End that."""
-        ...
-
-    def close(self) -> None:
-        """Give back streams, events and memory; nothing is under way."""
-        ...
 
 
 class _Attributes(ctypes.Structure):
@@ -153,8 +72,11 @@ class _Stream(msgspec.Struct, frozen=True):
         return 0, self.number
 
 
-class CupyCuda:
-    """CUDA by way of cupy, and of the driver for the calls that cupy has not."""
+class Cuda:
+    """CUDA by way of cupy, and of the driver for the calls that cupy has not.
+
+    Streams and events are numbers. Callable from any thread.
+    """
 
     def __init__(self, index: int) -> None:
         """index: of the GPU. Raises NotSupported if cupy is missing or CUDA too old."""
@@ -212,7 +134,11 @@ class CupyCuda:
             raise TierIOError(f"GPU {self._index}: {exc}") from exc
 
     def relax_capture(self) -> None:
-        """Tell the driver, which keeps it for the thread."""
+        """Let the calling thread make any call while another one captures a CUDA graph.
+
+        Without, memory that is made or pinned meanwhile spoils the graph. The driver keeps it for
+        the thread.
+        """
         exchange = self._driver.cuThreadExchangeStreamCaptureMode
         code = self._call(exchange, ctypes.byref(ctypes.c_int(_RELAXED)))
         if code:
@@ -221,39 +147,42 @@ class CupyCuda:
             )
 
     def bus_id(self) -> str:
-        """Ask."""
+        """Return where on the PCI bus the GPU is, as 0000:65:00.0."""
         return str(self._call(self._runtime.deviceGetPCIBusId, self._index))
 
     def compute_stream(self) -> int:
-        """Ask torch, which the engine computes with."""
+        """Return the stream on which the calling thread's engine computes, with torch."""
         return int(torch.cuda.current_stream(self._index).cuda_stream)
 
     def new_stream(self) -> int:
-        """Make one that does not wait for the default stream."""
+        """Make a stream of the lowest priority that waits for no other by itself."""
         flags = cupy.cuda.runtime.streamNonBlocking
         number = self._call(self._runtime.streamCreateWithPriority, flags, _LOWEST_PRIORITY)
         self._streams[number] = cupy.cuda.Stream.from_external(_Stream(number))
         return int(number)
 
     def new_event(self, *, timing: bool = False) -> int:
-        """Make one, and keep its number to destroy it."""
+        """Make an event; without timing it costs less."""
         flags = self._runtime.eventDefault if timing else self._runtime.eventDisableTiming
         self._events.append(self._call(self._runtime.eventCreateWithFlags, flags))
         return self._events[-1]
 
     def record(self, event: int, stream: int) -> None:
-        """Queue it."""
+        """Let an event stand for all that was queued on a stream so far."""
         self._use()
         code = self._driver.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream))
         if code:
             raise TierIOError(f"GPU {self._index}: cuEventRecord answered {code}")
 
     def wait(self, stream: int, event: int) -> None:
-        """Queue it; the event may be recorded anew right after."""
+        """Let what is queued on a stream from here on wait for an event as it stands now.
+
+        The event may be recorded anew right after.
+        """
         self._call(self._runtime.streamWaitEvent, stream, event, 0)
 
     def reached(self, event: int) -> bool:
-        """Ask; what failed on the device before is found out here, too."""
+        """Tell whether all that an event stands for is done. Raises what failed before, too."""
         self._use()
         code = self._driver.cuEventQuery(ctypes.c_void_p(event))
         if code not in {0, _NOT_READY}:
@@ -261,11 +190,11 @@ class CupyCuda:
         return bool(code == 0)
 
     def milliseconds(self, begin: int, end: int) -> float:
-        """Ask."""
+        """Return the time between two timing events that were reached."""
         return float(self._call(self._runtime.eventElapsedTime, begin, end))
 
     def launch(self, launch: Launch, stream: int) -> None:
-        """Queue one grid, whose thread blocks take turns at the items."""
+        """Queue the kernel as one grid, whose thread blocks take turns at the items."""
         items = launch.tile_count * launch.place_count
         self._use()
         try:
@@ -291,7 +220,10 @@ class CupyCuda:
         sizes: NDArray[np.uint64],
         stream: int,
     ) -> None:
-        """Queue them by the driver: cupy has no call for a batch."""
+        """Queue copies between addresses as one batch; the arrays are read before it returns.
+
+        By the driver: cupy has no call for a batch.
+        """
         self._use()
         to, source, sizes = (np.ascontiguousarray(array) for array in (to, source, sizes))
         code = self._batch(
@@ -308,7 +240,7 @@ class CupyCuda:
             raise TierIOError(f"GPU {self._index}: {_BATCH} answered {code} for {len(to)} copies")
 
     def table(self, rows: NDArray[np.uint64], stream: int) -> int:
-        """Stage it in pinned memory of its own."""
+        """Put a table on the device, in a stream's order; return its address. Kept for good."""
         address = self.memory(max(1, rows.nbytes))
         if rows.nbytes:
             staged = self.pinned(rows.nbytes)  # the copy may be under way when this returns
@@ -320,26 +252,29 @@ class CupyCuda:
         return address
 
     def memory(self, size: int) -> int:
-        """Allocate past cupy's pool, which works on the default stream."""
+        """Make device memory; return its address. Kept until `close`.
+
+        Not from cupy's pool, which works on the default stream.
+        """
         self._device_memory.append(self._call(self._runtime.malloc, size))
         return self._device_memory[-1]
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        """Allocate from cupy's pool."""
+        """Make host memory that the device reads and writes. Kept until `close`."""
         held = self._call(cupy.cuda.alloc_pinned_memory, size)
         self._host_memory.append(held)
         return np.frombuffer(held, np.uint8, size)
 
     def pin(self, address: int, size: int) -> None:
-        """Register it."""
+        """Let the device read and write memory of the host."""
         self._call(self._runtime.hostRegister, address, size, 0)
 
     def unpin(self, address: int) -> None:
-        """Unregister it."""
+        """Let the device touch it no more."""
         self._call(self._runtime.hostUnregister, address)
 
     def close(self) -> None:
-        """Destroy what was made here."""
+        """Give back streams, events and memory; nothing is under way."""
         for free, numbers in (
             (self._runtime.eventDestroy, self._events),
             (self._runtime.streamDestroy, list(self._streams)),

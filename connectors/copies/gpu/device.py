@@ -31,7 +31,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from connectors.copies.gpu.cuda import Cuda, CupyCuda, Launch
+from connectors.copies.gpu.cuda import Cuda, Launch
 from connectors.copies.gpu.measure import Choice, measured
 from connectors.copies.gpu.pins import Pins
 from connectors.copies.gpu.plan import GroupPlan, Words, batches_of, places_of, plans
@@ -216,7 +216,7 @@ class CudaDevice(Device):
         Raises NotSupported where cupy is missing, or the driver or GPU cannot do it.
         """
         index = next(iter(caches.values())).storage.device.index or 0
-        self._make: Callable[[], Cuda] = partial(CupyCuda, index) if make is None else make
+        self._make: Callable[[], Cuda] = partial(Cuda, index) if make is None else make
         self._cuda = self._make()
         self._caches = caches
         self._copiers: dict[RankLayout, GpuCopier] = {}  # tables on the device stay
