@@ -16,6 +16,11 @@ BlockTable = Sequence[Sequence[int]]
 """Engine block ids by group; 0 is the null block."""
 
 
+def is_one_full_group(rules: Sequence[GroupRule]) -> bool:
+    """Return True for one group, which needs the whole prefix."""
+    return len(rules) == 1 and rules[0].trailing is None and not rules[0].exact
+
+
 class EngineRequest(Protocol):
     """What a request must have; vLLM's Request does."""
 

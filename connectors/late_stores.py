@@ -12,7 +12,7 @@ fence keeps the bytes until they are copied.
 The step n + 1 gives out no more blocks than step_blocks, loads aside, so step n looks as far ahead.
 For a load the engine takes blocks at once: they are looked at before it does.
 
-Only engines with one group: others give out blocks in no order that a prompt's blocks share.
+Only engines with one full group: others give out blocks in no order that a prompt's blocks share.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from connectors.request_state import NEVER, TrackedRequest
 from connectors.step_meta import StoreJob
 from connectors.store_client import NO_HITS
 from connectors.store_planner import StorePlanner
-from kvstore.core.types import GroupRule
 from kvstore.wire.framing import U32
 
 DUE_MAX = 1000  # paths that wait for slots; the engine has reused the blocks of the oldest by then
@@ -77,11 +76,6 @@ class LateStores:
         self._leaving: dict[int, bytes] = {}  # free in this step until now: block and hash
         self._looked_at = 0  # of the next free blocks
         self._copies: dict[int, frozenset[bytes]] = {}  # by job, the keys
-
-    @staticmethod
-    def serves(rules: Sequence[GroupRule]) -> bool:
-        """Return True for the engines that this is for."""
-        return len(rules) == 1 and rules[0].trailing is None and not rules[0].exact
 
     def store_complete(
         self, tracked: TrackedRequest, computed: int, table: Callable[[str], BlockTable | None]

@@ -30,7 +30,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from connectors.compute_pace import ComputePace
-from connectors.engine_interface import BlockTable, EngineCache, EngineRequest, Geometry, Step
+from connectors.engine_interface import (
+    BlockTable,
+    EngineCache,
+    EngineRequest,
+    Geometry,
+    Step,
+    is_one_full_group,
+)
 from connectors.events import BlockEvent, BlockEvents
 from connectors.kv_transfer_params import NO_REMOTE, NO_TRANSFER, Transfer
 from connectors.late_stores import LateStores
@@ -79,7 +86,7 @@ class SchedulerHalf:
         self._scope = b""
         self.tag = b""  # of the tenant whose blocks' events are published
         self._beside = beside
-        asynchronous = beside or transfer.direct or not StepLoads.serves(geometry.rules)
+        asynchronous = beside or transfer.direct or not is_one_full_group(geometry.rules)
         self._step_loads = None if asynchronous else step_loads
         self._requests: dict[str, TrackedRequest] = {}
         self._untracked: dict[str, int] = {}  # requests without keys here: the engine's tokens
@@ -105,7 +112,7 @@ class SchedulerHalf:
     def store_late(self, cache: EngineCache, step_blocks: int) -> None:
         """Store a block when the engine is about to reuse its own, not when it is complete.
 
-        For engines that LateStores serves. step_blocks: how many blocks of its own the engine gives
+        For engines with one full group. step_blocks: how many blocks of its own the engine gives
         out in a step at most, those that loads fill aside.
         """
         self._late = LateStores(cache, self._geometry, self._stores, step_blocks)

@@ -6,6 +6,8 @@ other requests run meanwhile. Where nothing else can run, the step may as well w
 The failure of such a load reaches the engine too late: its forward pass has read the blocks, and
 the engine finds them by their hashes. So an engine that schedules steps ahead has no loads of this
 kind, and where one fails, all that the request has from the first loaded block on is forgotten.
+Only engines with one full group: they take failed blocks of one group only, and compute from the
+first of them on, which needs all before it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from connectors.engine_interface import BlockTable, Geometry
 from connectors.kv_transfer_params import NO_REMOTE
 from connectors.request_state import TrackedRequest
 from connectors.store_client import Grant
-from kvstore.core.types import GroupRule
 
 COPY_S_MAX = 0.002
 START_BYTES = 16 << 20  # that COPY_S_MAX is taken to be enough for, until a load is measured
@@ -33,15 +34,6 @@ class StepLoads:
         self._next: TrackedRequest | None = None  # whose load the next step waits for
         self._current: TrackedRequest | None = None  # likewise, of the step under way
         self._blocks: Sequence[int] = ()  # it has from its first loaded block on
-
-    @staticmethod
-    def serves(rules: Sequence[GroupRule]) -> bool:
-        """Return True for one group that needs the whole prefix.
-
-        Engines take failed blocks of one group only, and compute from the first of them on, which
-        needs all before it.
-        """
-        return len(rules) == 1 and rules[0].trailing is None and not rules[0].exact
 
     def allows(self, tracked: TrackedRequest, grant: Grant, blocks: int) -> bool:
         """Return True if a load of so many blocks may hold up a step. Nothing else is there to run.

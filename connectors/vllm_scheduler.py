@@ -34,11 +34,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from connectors.compute_pace import ComputePace
-from connectors.engine_interface import Geometry, Step
+from connectors.engine_interface import Geometry, Step, is_one_full_group
 from connectors.events import BlockEvent, Extra, NextHash
 from connectors.kv_hints import PARAMETER as HINT
 from connectors.kv_transfer_params import Transfer, is_handed_over
-from connectors.late_stores import LateStores, PastRequest
+from connectors.late_stores import PastRequest
 from connectors.request_policy import NO_LIMITS, NOTHING, RequestPolicy, policy_of
 from connectors.scheduler import SchedulerHalf
 from connectors.step_loads import StepLoads
@@ -196,7 +196,7 @@ def late_step_blocks(config: VllmConfig, tokens: Geometry, storing: str) -> int:
     """Return how many blocks vLLM allocates in a step at most, loads aside; 0: store eagerly."""
     if storing != "late":
         return 0
-    if not LateStores.serves(tokens.rules) or not config.cache_config.enable_prefix_caching:
+    if not is_one_full_group(tokens.rules) or not config.cache_config.enable_prefix_caching:
         log.warning(
             "kvstore: storing = late is for engines with one KV group, full attention and prefix"
             " caching: this one stores blocks when they are complete"

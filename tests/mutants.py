@@ -605,7 +605,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("step_loads -k O6", " and self._scheduled.keys() <= self._ended | requests", ""),
         ("step_loads -k O6", "asynchronous = beside or ", "asynchronous = "),
         ("step_loads -k O6", "beside or transfer.direct or ", "beside or "),
-        ("step_loads -k O6", "or not StepLoads.serves(geometry.rules)", ""),
+        ("step_loads -k O6", "or not is_one_full_group(geometry.rules)", ""),
         ("step_loads -k O6", "self._ended.add(request_id)"),
         ("step_loads -k O15", "= self._beside or tracked.in_step", "= self._beside"),
     ),

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from connectors import late_stores, store_client
-from connectors.engine_interface import Geometry
-from connectors.late_stores import DUE_MAX, LateStores, PastRequest
+from connectors.engine_interface import Geometry, is_one_full_group
+from connectors.late_stores import DUE_MAX, PastRequest
 from connectors.request_policy import RequestPolicy
 from connectors.request_state import NEVER
 from connectors.step_meta import StepMeta
@@ -497,7 +497,7 @@ def test_O28_a_request_does_not_ask_again_for_what_the_engine_has_itself() -> No
 def test_O28_only_engines_with_one_group_that_needs_all_blocks(
     rules: Sequence[GroupRule], *, served: bool
 ) -> None:
-    assert LateStores.serves(rules) is served
+    assert is_one_full_group(rules) is served
 
 
 def test_O28_what_is_noted_of_a_request_is_of_its_blocks_alone() -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from connectors import request_lookups
 from connectors.copies.host import SlotMap
-from connectors.engine_interface import Geometry, Step
+from connectors.engine_interface import Geometry, Step, is_one_full_group
 from connectors.kv_transfer_params import NO_TRANSFER, Transfer
 from connectors.step_loads import MEASURED_BYTES_MIN, START_BYTES, StepLoads
 from kvstore.core.types import GroupRule
@@ -152,7 +152,7 @@ def test_O6_some_engines_have_no_such_loads(make: Callable[[], tuple[Script, Req
 
 def test_O6_only_engines_with_one_group_of_full_attention_have_them() -> None:
     groups = ((FULL,), (WINDOW,), (GroupRule(1, exact=True),), (FULL, FULL), (FULL, WINDOW))
-    assert [rules for rules in groups if StepLoads.serves(rules)] == [(FULL,)]
+    assert [rules for rules in groups if is_one_full_group(rules)] == [(FULL,)]
 
 
 def test_O6_what_another_engine_computed_is_waited_for_outside_the_step() -> None:

@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import msgspec
 
-from connectors.engine_interface import BlockTable, EngineRequest
+from connectors.engine_interface import BlockTable, EngineRequest, is_one_full_group
 from connectors.kv_transfer_params import NO_TRANSFER, Transfer, is_handed_over
-from connectors.late_stores import LateStores
 from connectors.request_policy import NO_LIMITS, RequestPolicy
 from connectors.request_state import Phase
 from connectors.scheduler import SchedulerHalf
@@ -178,7 +177,7 @@ class Host:
     def store_late(self) -> None:
         """Store a block when the engine is about to reuse its own, if it is an engine for that."""
         shape = self.shape
-        if LateStores.serves(shape.rules) and shape.prefix_cache:
+        if is_one_full_group(shape.rules) and shape.prefix_cache:
             ahead = shape.lookahead + shape.batches * (shape.drafts + 1)
             tokens = shape.budget + shape.running_max * ahead
             step_blocks = tokens // shape.group_tokens[0] + shape.running_max
