@@ -126,9 +126,8 @@ class Lane:
 
     def copy(self, runs: Words, places: Words) -> None:
         """Queue the copy engines for places."""
-        for engine, slot, sizes in batches_of(runs, places):
-            to, source = (slot, engine) if self.store else (engine, slot)
-            self._cuda.copy(to, source, sizes, self.stream)
+        for batch in batches_of(runs, places, store=self.store):
+            self._cuda.copy(*batch, self.stream)
 
     def _make_room(self, places: int) -> None:
         if self._free < places and self._taken[-1][0] > self._last:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -128,26 +129,14 @@ def rates(cuda: Cuda) -> list[Rate]:
         places[:, 1] = numbers
         for store in (True, False):
             for blocks in (0, *THREAD_BLOCKS):
-                work = _work(cuda, stream, runs, places, store=store)
-                if blocks:
-                    launch = Launch(
-                        table, len(tiles), places.ctypes.data, count, store, blocks
-                    )  # fmt: skip
-                    work = _launching(cuda, stream, launch)
+                launch = Launch(table, len(tiles), places.ctypes.data, count, store, blocks)
+                work = partial(cuda.launch, launch, stream)
+                if not blocks:
+                    work = partial(_copy, cuda, stream, runs, places, store=store)
                 found.append(Rate(store, size, blocks, count * size / timed(work)))
     return found
 
 
-def _launching(cuda: Cuda, stream: int, launch: Launch) -> Callable[[], None]:
-    return lambda: cuda.launch(launch, stream)
-
-
-def _work(
-    cuda: Cuda, stream: int, runs: Words, places: Words, *, store: bool
-) -> Callable[[], None]:
-    def work() -> None:
-        for engine, slot, sizes in batches_of(runs, places):
-            to, source = (slot, engine) if store else (engine, slot)
-            cuda.copy(to, source, sizes, stream)
-
-    return work
+def _copy(cuda: Cuda, stream: int, runs: Words, places: Words, *, store: bool) -> None:
+    for batch in batches_of(runs, places, store=store):
+        cuda.copy(*batch, stream)

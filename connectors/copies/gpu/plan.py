@@ -137,11 +137,15 @@ def places_of(
     return found
 
 
-def batches_of(runs: Words, places: Words) -> Iterator[tuple[Words, Words, Words]]:
-    """Write out places for the copy engines, in batches of at most COPIES_MAX, or of one place."""
+def batches_of(runs: Words, places: Words, *, store: bool) -> Iterator[tuple[Words, Words, Words]]:
+    """Write out places for the copy engines, in batches of at most COPIES_MAX, or of one place.
+
+    Each is addresses to write to, addresses to read, and bytes.
+    """
     step = max(1, COPIES_MAX // len(runs))
     for first in range(0, len(places), step):
-        yield copies_of(runs, places[first : first + step])
+        engine, slot, sizes = copies_of(runs, places[first : first + step])
+        yield (slot, engine, sizes) if store else (engine, slot, sizes)
 
 
 def copies_of(runs: Words, places: Words) -> tuple[Words, Words, Words]:
