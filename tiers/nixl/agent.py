@@ -10,6 +10,7 @@ All calls come from one thread. NIXL protects nothing, so requests have to be ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NewType
 
 import numpy as np
@@ -154,16 +155,17 @@ class Agent:
 
         Indices are int32, and within their lists. Raises MoveError; nothing is under way then.
         """
+        sides = local, local_indices, remote, remote_indices
+        return self._start(self._agent.makeXferReq, sides, write=write)
+
+    def _start(
+        self, make: Callable[..., int], sides: tuple[Any, ...], *, write: bool
+    ) -> tuple[Flight, bool]:
         operation = _bindings.NIXL_WRITE if write else _bindings.NIXL_READ
         try:
-            flight = self._agent.makeXferReq(
-                operation, local, local_indices, remote, remote_indices, "", self._backends
-            )
+            flight = make(operation, *sides, "", self._backends)
         except ERRORS as exc:
             raise failed("not started", exc) from exc
-        return self._post(flight)
-
-    def _post(self, flight: int) -> tuple[Flight, bool]:
         try:
             status = self._agent.postXferReq(flight, "")
         except ERRORS as exc:
@@ -185,13 +187,8 @@ class Agent:
 
         gpu, peer_gpu: numbers of their GPUs; None: host memory.
         """
-        operation = _bindings.NIXL_WRITE if write else _bindings.NIXL_READ
-        lists = [_places(local, gpu), _places(remote, peer_gpu)]
-        try:
-            flight = self._agent.createXferReq(operation, *lists, peer, "", self._backends)
-        except ERRORS as exc:
-            raise failed("not started", exc) from exc
-        return self._post(flight)
+        sides = _places(local, gpu), _places(remote, peer_gpu), peer
+        return self._start(self._agent.createXferReq, sides, write=write)
 
     def over(self, flight: Flight) -> bool:
         """Tell whether a transfer is over. Raises MoveError when it is, and failed."""
