@@ -214,7 +214,7 @@ def test_abandoning_what_has_ended_or_was_never_there_is_nothing(side: Side) -> 
 
 
 LIES: dict[str, list[Message]] = {
-    "the end of transfer 99, which is not open": [Ended(99, 0, 0.0)],
+    "the end of transfer 99, which is not open": [Ended(99, 0)],
     "extent 1 unmapped, which was not asked for": [Mapped(1)],
     "extent 9 mapped, which was not asked for": [Mapped(9, 4096)],
     "extent 9 unmapped, which was not asked for": [Mapped(9, text="no")],

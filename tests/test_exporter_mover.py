@@ -249,7 +249,7 @@ def test_a_peer_that_hangs_is_in_nobodys_way(rig: Rig) -> None:
     rig.agent.slow.clear()
     rig.now_s += 4
     rig.steps()
-    assert rig.ended()[stuck] == Ended(stuck, 64 * SLOT, 5.0)
+    assert rig.ended()[stuck] == Ended(stuck, 64 * SLOT)
 
 
 def test_nothing_is_asked_of_a_peer_that_is_gone_until_it_is_met_afresh(rig: Rig) -> None:

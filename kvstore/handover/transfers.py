@@ -402,7 +402,7 @@ class Transfers:
             case nixl.Mapped(extent, text=text):
                 self._unmappable.add(extent)
                 self._not_mapped(extent, text)
-            case nixl.Ended(number, moved, _, error):
+            case nixl.Ended(number, moved, error):
                 return [self._ended(number, moved, error)]
             case supervisor.Down():
                 self._addresses.clear()

@@ -115,7 +115,6 @@ class _OpenTransfer(msgspec.Struct, eq=False):
     count: int  # of blocks
     step: int  # blocks of one chunk
     start: Callable[[slice], tuple[Flight, bool]]
-    since_s: float
     at: int = 0  # blocks before it have been started
     flights: int = 0
     moved: int = 0
@@ -285,7 +284,7 @@ class TransferLoop:
         try:
             found = self._opened(asked)
         except m.MoveError as exc:
-            self._send(m.Ended(asked.id, 0, 0.0, exc.error, str(exc)))
+            self._send(m.Ended(asked.id, 0, exc.error, str(exc)))
             return None
         peer = self._peers[asked.peer]
         self._open[asked.id] = found
@@ -331,7 +330,7 @@ class TransferLoop:
             return self._agent.start(here, local[part], there, remote[part], write=asked.write)
 
         step = max(1, CHUNK_BYTES // asked.block_bytes)
-        return _OpenTransfer(asked, extent, len(local), step, start, self._clock())
+        return _OpenTransfer(asked, extent, len(local), step, start)
 
     def _filling(self, asked: m.Fill, extent: Extent) -> _OpenTransfer:
         parts, blocks = check_fill(asked, extent.bytes)
@@ -345,7 +344,7 @@ class TransferLoop:
         size = sum(page.pieces * page.piece_bytes for page in asked.pages)
         pieces = sum(page.pieces for page in asked.pages)
         step = max(1, min(CHUNK_BYTES // size, CHUNK_PIECES // pieces))
-        return _OpenTransfer(asked, extent, len(blocks), step, start, self._clock())
+        return _OpenTransfer(asked, extent, len(blocks), step, start)
 
     def _start(self, peer: _Peer, found: _OpenTransfer) -> None:
         """Start the next chunk of a transfer."""
@@ -430,8 +429,7 @@ class TransferLoop:
 
     def _end(self, found: _OpenTransfer) -> None:
         del self._open[found.asked.id]
-        seconds = self._clock() - found.since_s
-        self._send(m.Ended(found.asked.id, found.moved, seconds, found.error, found.text))
+        self._send(m.Ended(found.asked.id, found.moved, found.error, found.text))
 
     def _rest(self) -> None:
         """Peers with nothing open have no turn."""

@@ -142,14 +142,13 @@ class Mapped(Message, frozen=True):
 class Ended(Message, frozen=True):
     """A transfer has ended: nothing of it is under way.
 
-    bytes: moved in whole chunks, by NIXL's count. seconds: since it was asked for. error: None,
-    all blocks were moved; "gone", the peer was lost; "refused", it is invalid; "stopped", the rest
-    was abandoned, and what had begun has ended well; "failed".
+    bytes: moved in whole chunks, by NIXL's count. error: None, all blocks were moved; "gone", the
+    peer was lost; "refused", it is invalid; "stopped", the rest was abandoned, and what had begun
+    has ended well; "failed".
     """
 
     id: int
     bytes: int
-    seconds: float
     error: ErrorClass | None = None
     text: str = ""
 

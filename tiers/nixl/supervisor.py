@@ -379,7 +379,7 @@ class Exporter:
             self._open[number] = _OpenTransfer(move.moved_bytes)
             self._send(msgspec.structs.replace(move, id=number))
         else:
-            self._events.append(m.Ended(number, 0, 0.0, "failed", "the exporter is not running"))
+            self._events.append(m.Ended(number, 0, "failed", "the exporter is not running"))
         return number
 
     def abandon(self, number: int) -> None:
@@ -561,7 +561,7 @@ class Exporter:
         self._child, self._state = None, "down"
         self._peers.end(self._looked_ns)
         for number in list(self._open):
-            self._on_ended(m.Ended(number, 0, 0.0, "failed", f"the exporter is down: {reason}"))
+            self._on_ended(m.Ended(number, 0, "failed", f"the exporter is down: {reason}"))
         for extent in [number for number, found in self._extents.items() if found.leaving]:
             self._gone(extent)
         self._events.append(Down(reason))
