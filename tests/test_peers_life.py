@@ -186,7 +186,7 @@ def test_B11_heartbeats_come_from_the_store_and_end_with_the_request(
     """The engines of both sides say nothing all the while."""
     prefill, decode = nodes
     monkeypatch.setattr("kvstore.handover.heartbeats.LEASE_MS", 1500)
-    decode.peers.requests._waiting._period_ns = 300_000_000
+    decode.peers.requests._period_ns = 300_000_000
     chain = hashes(2)
     prefill.hand_over(chain, 1500)
     here = address(prefill.store)
@@ -204,7 +204,7 @@ def test_B11_heartbeats_come_from_the_store_and_end_with_the_request(
 
 def test_B11_no_heartbeat_follows_the_report(nodes: tuple[Node, Node]) -> None:
     prefill, decode = nodes
-    decode.peers.requests._waiting._period_ns = 10_000_000
+    decode.peers.requests._period_ns = 10_000_000
     chain = hashes(2)
     prefill.hand_over(chain, 60_000)
     here = address(prefill.store)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,7 +17,8 @@ from kvstore.core.manager import Manager
 from kvstore.core.types import GroupRule
 from kvstore.handover import producer
 from kvstore.handover import request_leases as h
-from kvstore.handover.heartbeats import Held, Requests, Waiting
+from kvstore.handover.fetches import LEASE_MS
+from kvstore.handover.heartbeats import Requests
 from kvstore.handover.jobs import OwnExporter
 from kvstore.handover.links import Links
 from kvstore.wire import engine as p
@@ -324,28 +326,61 @@ def test_L4_a_heartbeat_does_not_move_a_time_to_live() -> None:
     assert rig.after(S) == 0
 
 
+class Waiting:
+    """Requests that wait, and what the store that holds them is told: their name, for how long."""
+
+    def __init__(self) -> None:
+        self._said: list[tuple[str, int]] = []
+        leases = h.RequestLeases(0, Counter())
+        links: Any = SimpleNamespace(tell=self._tell)
+        self._namespace: Any = SimpleNamespace(layout=SimpleNamespace(digest="n"))
+        self.requests = Requests(leases, lambda: None, links, lambda _: "")
+
+    def _tell(self, address: str, namespace: str, keep: m.Keep) -> bool:
+        assert (address, namespace, keep.namespace) == ("a:1", "n", "n")
+        self._said.append((keep.request, keep.lease_ms))
+        return True
+
+    def _take(self) -> list[tuple[str, int]]:
+        said, self._said = self._said, []
+        return said
+
+    def begin(self, request: str, session: int, now_s: int) -> list[tuple[str, int]]:
+        step = p.Step(lookups=(p.Lookup(1, b"", 1, peer="a:1", request=request),))
+        self.requests.on_step(self._namespace, session, step, now_s * S)
+        return self._take()
+
+    def end(self, request: str) -> list[tuple[str, int]]:
+        step = p.Step(unwanted=(p.Unwanted("a:1", request),))
+        self.requests.on_step(self._namespace, 1, step, 0)
+        return self._take()
+
+    def due(self, now_s: int) -> list[tuple[str, int]]:
+        self.requests.tick(now_s * S)
+        return self._take()
+
+
 def test_B11_heartbeats_are_sent_at_a_period_until_the_request_or_its_engine_ends() -> None:
-    waiting, one, two = Waiting(10), Held("a", "n", "1"), Held("a", "n", "2")
-    assert waiting.may_begin(one)
-    waiting.begin(one, session=1, now_ns=0)
-    assert not waiting.may_begin(one)
-    waiting.begin(two, session=2, now_ns=5)
+    waiting = Waiting()
+    assert waiting.begin("1", session=1, now_s=0) == [("1", LEASE_MS)]
+    assert waiting.begin("1", session=1, now_s=0) == []
+    waiting.begin("2", session=2, now_s=5)
+    one, two = ("1", LEASE_MS), ("2", LEASE_MS)
     assert [waiting.due(at) for at in (9, 10, 14, 15, 20, 25)] == [
         [], [one], [], [two], [one], [two]
     ]  # fmt: skip
-    waiting.end(one)
+    assert waiting.end("1") == [("1", 0)]
     assert waiting.due(100) == [two]
-    waiting.end_of(2)
+    waiting.requests.end_of(2)
     assert waiting.due(1000) == []
-    assert len(waiting) == 0
 
 
 def test_B11_who_waits_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.handover.heartbeats.WAITING_MAX", 1)
-    waiting = Waiting(10)
-    waiting.begin(Held("a", "n", "1"), 1, 0)
-    assert not waiting.may_begin(Held("a", "n", "2"))
-    assert waiting.due(10) == [Held("a", "n", "1")]
+    waiting = Waiting()
+    waiting.begin("1", session=1, now_s=0)
+    assert waiting.begin("2", session=1, now_s=0) == []
+    assert waiting.due(10) == [("1", LEASE_MS)]
 
 
 # Names

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import takewhile
 from typing import NamedTuple
 
 from kvstore.core.errors import ProtocolError
@@ -31,48 +32,6 @@ class Held(NamedTuple):
     request: str
 
 
-class Waiting:
-    """Requests of our engines that wait for what others hold: when to say so again."""
-
-    def __init__(self, period_ns: int) -> None:
-        """period_ns: between two heartbeats."""
-        self._period_ns = period_ns
-        self._held: dict[Held, tuple[int, int]] = {}  # first due first: when, and its session
-
-    def __len__(self) -> int:
-        """Count the requests."""
-        return len(self._held)
-
-    def may_begin(self, held: Held) -> bool:
-        """Tell whether a request is new, and there are not too many already."""
-        return held not in self._held and len(self._held) < WAITING_MAX
-
-    def begin(self, held: Held, session: int, now_ns: int) -> None:
-        """Take note of a request that may begin, now."""
-        self._held[held] = now_ns + self._period_ns, session
-
-    def end(self, held: Held) -> None:
-        """It wants nothing more; unknown ones are ignored."""
-        self._held.pop(held, None)
-
-    def end_of(self, session: int) -> None:
-        """An engine is gone, and all of its requests with it."""
-        for held in [held for held, (_, owner) in self._held.items() if owner == session]:
-            self.end(held)
-
-    def due(self, now_ns: int) -> list[Held]:
-        """Return those whose heartbeat is due."""
-        found = []
-        for held, (due_ns, _) in self._held.items():
-            if due_ns > now_ns:
-                break
-            found.append(held)
-        for held in found:  # behind the others
-            _, session = self._held.pop(held)
-            self.begin(held, session, now_ns)
-        return found
-
-
 class Requests:
     """All of a store: those that others go on with, and those that others have computed."""
 
@@ -92,7 +51,9 @@ class Requests:
         self._wake = wake
         self._links = links
         self._refusal = refusal
-        self._waiting = Waiting(LEASE_MS * 1_000_000 // 3)
+        self._period_ns = LEASE_MS * 1_000_000 // 3
+        # Of our engines, what waits: when it is told again, first due first, and its session.
+        self._waiting: dict[Held, tuple[int, int]] = {}
 
     def on_step(self, namespace: Source, session: int, step: Step, now_ns: int) -> None:
         """Take note of what an engine says. Raises ProtocolError."""
@@ -107,9 +68,9 @@ class Requests:
 
     def _wait(self, held: Held, session: int, now_ns: int) -> None:
         """Tell the store that holds it that a request waits here, now and again and again."""
-        if self._waiting.may_begin(held) and not self._refusal(held.address):
-            self._beat(held)
-            self._waiting.begin(held, session, now_ns)
+        new = held not in self._waiting and len(self._waiting) < WAITING_MAX
+        if new and not self._refusal(held.address):
+            self._beat(held, session, now_ns)
 
     def _hand(self, namespace: Source, session: int, request: HandedOver, now_ns: int) -> None:
         leases, rules = self._leases, namespace.layout.rules
@@ -143,11 +104,13 @@ class Requests:
             )
 
     def _let_go(self, held: Held) -> None:
-        self._waiting.end(held)
+        self._waiting.pop(held, None)
         self.counts["done"] += self._keep(held, 0)
 
-    def _beat(self, held: Held) -> None:
+    def _beat(self, held: Held, session: int, now_ns: int) -> None:
         self.counts["heartbeats"] += self._keep(held, LEASE_MS)
+        self._waiting.pop(held, None)  # behind the others
+        self._waiting[held] = now_ns + self._period_ns, session
 
     def _keep(self, held: Held, lease_ms: int) -> bool:
         keep = m.Keep(held.namespace, held.request, lease_ms)
@@ -155,10 +118,12 @@ class Requests:
 
     def tick(self, now_ns: int) -> None:
         """Send the heartbeats that are due."""
-        for held in self._waiting.due(now_ns):
-            self._beat(held)
+        due = takewhile(lambda item: item[1][0] <= now_ns, self._waiting.items())
+        for held, (_, session) in list(due):
+            self._beat(held, session, now_ns)
 
     def end_of(self, session: int) -> None:
         """An engine is gone: its requests compute nothing more, and wait for nothing."""
-        self._waiting.end_of(session)
+        for held in [held for held, (_, owner) in self._waiting.items() if owner == session]:
+            del self._waiting[held]
         self._leases.end_of(session)
