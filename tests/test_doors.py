@@ -550,7 +550,7 @@ def test_S1_children_import_nothing_from_the_current_folder(tmp_path: Path) -> N
         launch._children[-1].wait()
         fd = os.open({str(tmp_path)!r}, os.O_RDONLY)
         IndexClient(pathlib.Path({str(tmp_path)!r}), 100, fd).close()
-        child = Child("x", "lo", None)
+        child = Child(select.epoll(), "x", "lo", None)
         select.select([child._sock], [], [])  # it is there, or has ended
         child._process.kill()
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import struct
 import time
 from collections.abc import Iterator
@@ -150,7 +151,7 @@ class Told:
     """A process that is told anything."""
 
     def __init__(self) -> None:
-        self.child = Child("told", "lo", None)
+        self.child = Child(select.epoll(), "told", "lo", None)
         self.said: list[Message] = []
 
     def raw(self, body: bytes, fd: int | None = None) -> None:

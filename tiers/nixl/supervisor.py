@@ -86,8 +86,13 @@ class Settings(msgspec.Struct, frozen=True):
 class Child:
     """One exporter process, from its start to its end, and the socket to it. Nothing blocks."""
 
-    def __init__(self, service: str, devices: str, transports: str | None) -> None:
-        """Start it. Arguments as in Settings. Raises TierIOError."""
+    def __init__(
+        self, epoll: select.epoll, service: str, devices: str, transports: str | None
+    ) -> None:
+        """Start it. epoll: readable when there is something to do. Others as in Settings.
+
+        Raises TierIOError.
+        """
         try:
             ours, its = socket.socketpair()
         except OSError as exc:
@@ -119,18 +124,14 @@ class Child:
         self.outbox_bytes = 0
         self._open = True  # its end of the socket
         self._writing = False
-        self._epoll: select.epoll | None = None
+        self._epoll = epoll
+        epoll.register(self._sock, select.EPOLLIN)
+        epoll.register(self._end, select.EPOLLIN)
 
     @property
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
-
-    def watch(self, epoll: select.epoll) -> None:
-        """Register with an epoll object, which is readable when there is something to do."""
-        self._epoll = epoll
-        epoll.register(self._sock, select.EPOLLIN)
-        epoll.register(self._end, select.EPOLLIN)
 
     def send(self, message: Message, fd: int | None = None) -> None:
         """Send a message as soon as it fits; fd: sent along, and has to stay open until then."""
@@ -158,7 +159,7 @@ class Child:
             else:
                 self._outbox.popleft()
         writing = bool(self._outbox)
-        if writing is not self._writing and self._epoll is not None and self._open:
+        if writing is not self._writing and self._open:
             self._writing = writing
             events = select.EPOLLIN | (select.EPOLLOUT if writing else 0)
             self._epoll.modify(self._sock, events)
@@ -174,8 +175,7 @@ class Child:
                 data = b""
             if not data:
                 self._open = False
-                if self._epoll is not None:
-                    self._epoll.unregister(self._sock)
+                self._epoll.unregister(self._sock)
                 self.kill()  # without the socket it is of no use
                 return
             yield from self._decoder.feed(data)
@@ -203,10 +203,9 @@ class Child:
 
     def close(self) -> None:
         """Close the descriptors, after its end."""
-        if self._epoll is not None:
-            if self._open:
-                self._epoll.unregister(self._sock)
-            self._epoll.unregister(self._end)
+        if self._open:
+            self._epoll.unregister(self._sock)
+        self._epoll.unregister(self._end)
         self._sock.close()
         os.close(self._end)
 
@@ -445,12 +444,11 @@ class Exporter:
     def _start(self, now_ns: int) -> None:
         settings = self._settings
         try:
-            child = Child(settings.service, settings.devices, settings.transports)
+            child = Child(self._epoll, settings.service, settings.devices, settings.transports)
         except TierIOError as exc:
             self._events.append(Down(str(exc)))
             self._pause(now_ns)
             return
-        child.watch(self._epoll)
         self.starts += 1
         self._child, self._state, self._start_ns = child, "starting", now_ns
         self._descriptors, self._wrong, self._why = 0, 0, ""
