@@ -361,7 +361,7 @@ def test_jobs_of_a_peer_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     "region", [(-1, 0, 1), (1 << 32, 0, 1), (1, -1, 1), (1, 1 << 63, 1), (1, 0, 0), (1, 0, 1 << 33)]
 )
 def test_a_region_that_cannot_be_is_no_message(region: tuple[int, int, int]) -> None:
-    land = m.encode(m.Land(1, b"", b"", m.Region(1, 2, 3)))
+    land = msgspec.msgpack.encode(m.Land(1, b"", b"", m.Region(1, 2, 3)))
     assert m.decode_for_producer(land) == m.Land(1, b"", b"", m.Region(1, 2, 3))
     raw = msgspec.msgpack.decode(land)
     with pytest.raises(ProtocolError, match="extent"):

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
+import msgspec
 import pytest
 
 from kvstore.core.types import make_key
@@ -97,7 +98,7 @@ class Rough:
             if len(self._peers) > PEERS:
                 self._peers.pop(0).close()
         peer = self.rng.choice(self._peers)
-        frame = framing.framed(self._shape(m.encode(self._say())))
+        frame = framing.framed(self._shape(msgspec.msgpack.encode(self._say())))
         try:
             peer.sendall(self.mutate(frame) if self.rng.random() < 0.01 else frame)
             while peer.recv(1 << 16):

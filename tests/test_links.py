@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from kvstore.handover.links import Link, Links
@@ -90,7 +91,7 @@ def test_B2_what_a_peer_says_of_itself_in_another_order_is_refused(
     place.turns(1)
     for message in said[said[0] == HELLO :]:
         assert not place.decode.wire.counts["malformed"]
-        ends[0].hear(m.encode(message))
+        ends[0].hear(msgspec.msgpack.encode(message))
         place.turns(1)
     assert place.decode.wire.counts["malformed"] == 1
 

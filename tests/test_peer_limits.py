@@ -49,8 +49,8 @@ class Place:
 
         _, say = self.prefill.wire.accept(End(hear))
         if hello is not None:
-            say(m.encode(hello))
-        return lambda message: say(m.encode(message))
+            say(msgspec.msgpack.encode(hello))
+        return lambda message: say(msgspec.msgpack.encode(message))
 
     def hello(self, agent: str = "") -> m.Hello:
         namespace = self.prefill.namespace(self.good.giver)
@@ -423,7 +423,7 @@ def test_regions_that_peers_name_are_limited(place: Place, monkeypatch: pytest.M
 )
 def test_what_would_be_kept_and_is_large_is_no_message(message: framing.Message) -> None:
     with pytest.raises(ProtocolError, match="length <= "):
-        m.decode_for_producer(m.encode(message))
+        m.decode_for_producer(msgspec.msgpack.encode(message))
 
 
 @pytest.mark.parametrize(
@@ -440,14 +440,14 @@ def test_a_limit_that_is_not_met_is_named_with_what_was_found(
     message: framing.Message, text: str
 ) -> None:
     with pytest.raises(ProtocolError, match=f"^not a message of side channel {m.VERSION}: {text}"):
-        m.decode_for_producer(m.encode(message))
+        m.decode_for_producer(msgspec.msgpack.encode(message))
     engine = framing.Decoder(p.ToStore)
     with pytest.raises(ProtocolError, match="found 99, expected `int` <= 64"):
         list(engine.feed(framing.encode(p.Step((p.Lookup(1, b"", 99),)))))
 
 
 def test_S2_what_was_found_is_not_searched_for_in_a_message_that_is_nested_too_deep() -> None:
-    body = m.encode(m.Hello(1, "n" * 300, {}))[:-2] + b"\x91" * 5000 + b"\xc0"
+    body = msgspec.msgpack.encode(m.Hello(1, "n" * 300, {}))[:-2] + b"\x91" * 5000 + b"\xc0"
     with pytest.raises(ProtocolError, match=": Expected `str` of length <= 256"):
         m.decode_for_producer(body)
 
@@ -481,7 +481,7 @@ def test_S2_hashes_have_a_width(width: int) -> None:
 def test_an_answer_speaks_of_as_many_blocks_as_a_job_can_have(message: framing.Message) -> None:
     """Else a message of 16 MiB would be four million numbers, in the loop that serves engines."""
     with pytest.raises(ProtocolError, match="length <= "):
-        m.decode_for_consumer(m.encode(message))
+        m.decode_for_consumer(msgspec.msgpack.encode(message))
 
 
 # Quarantine

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from cryptography import x509
 
@@ -115,7 +116,7 @@ def test_S1_who_takes_any_certificate_still_has_to_prove_the_key(
 
     def ask() -> None:
         with contextlib.suppress(OSError), tls.wrap_socket(connected(server)) as stranger:
-            stranger.sendall(framing.framed(m.encode(WANT)))
+            stranger.sendall(framing.framed(msgspec.msgpack.encode(WANT)))
             answers.append(stranger.recv(100))
 
     asking = threading.Thread(target=ask)
@@ -170,7 +171,7 @@ def test_what_cannot_be_read_is_answered_and_counted_and_others_are_served(
     server, good = made(listens=True), made()
     rng = random.Random(1)
     rough = connected(server)
-    whole = m.encode(WANT)
+    whole = msgspec.msgpack.encode(WANT)
     for _ in range(300):
         cut = bytearray(whole[: rng.randint(0, len(whole))])
         if cut:

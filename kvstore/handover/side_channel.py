@@ -28,7 +28,7 @@ from kvstore.handover.loopback import may_answer, may_ask, may_dial
 from kvstore.handover.name_lookups import NameLookups
 from kvstore.logs import RateLog
 from kvstore.wire import peer as m
-from kvstore.wire.framing import Message, framed
+from kvstore.wire.framing import Message, encode
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ class Channel:
         line = self.lines.all.get(number)
         if line is None:
             return
-        line.send(framed(m.encode(message)))
+        line.send(encode(message))
         try:
             line.flush()
             self.lines.update(line)

@@ -269,14 +269,8 @@ ToProducer = Hello | Want | Land | Settle | Keep
 ToConsumer = Welcome | Refused | Noted | Offer | Have | Settled
 
 
-_encoder = msgspec.msgpack.Encoder()
 _for_producer = msgspec.msgpack.Decoder(ToProducer)
 _for_consumer = msgspec.msgpack.Decoder(ToConsumer)
-
-
-def encode(message: Message) -> bytes:
-    """Return a message's bytes; the transport keeps messages apart."""
-    return _encoder.encode(message)
 
 
 def decode_for_producer(data: bytes) -> Message:

@@ -116,7 +116,7 @@ class Wire(Channel):
         """Send to whoever is there."""
         end = self._ends.get(number)
         if end is not None and self._net.rng.random() < self._net.sent:
-            end.hear(m.encode(message))
+            end.hear(msgspec.msgpack.encode(message))
         elif end is not None:
             self._fail(self.lines.all[number], "it does not read")
 

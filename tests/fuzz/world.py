@@ -137,8 +137,8 @@ class World:
             _, say = self.prefill.wire.accept(End(lambda _: None))
             self._peers = [*self._peers[-CONNECTIONS + 1 :], say]
             if self.rng.random() < 0.9:
-                say(m.encode(self._hello()))
-        self.rng.choice(self._peers)(self._shape(self._ask(), m.encode))
+                say(msgspec.msgpack.encode(self._hello()))
+        self.rng.choice(self._peers)(self._shape(self._ask(), msgspec.msgpack.encode))
         if self.rng.random() < 0.5:
             self.prefill.wire.poll(self.prefill.now_ns)
 
@@ -194,7 +194,7 @@ class World:
                 return
             said = m.decode_for_producer(frame)
             if isinstance(said, m.Hello) and self.rng.random() < 0.9:
-                end.hear(m.encode(m.Welcome("evil", b"metadata")))
+                end.hear(msgspec.msgpack.encode(m.Welcome("evil", b"metadata")))
             elif isinstance(said, m.Want):
                 wants.append(said)
                 del wants[:-3]
@@ -206,7 +206,7 @@ class World:
         if not self._evils or self.rng.random() < 0.05:
             self._tempt()
         end, wants = self.rng.choice(self._evils)
-        end.hear(self._shape(self._tell(wants), m.encode))
+        end.hear(self._shape(self._tell(wants), msgspec.msgpack.encode))
         if self.rng.random() < 0.5:
             self.decode.wire.poll(self.decode.now_ns)
 
