@@ -130,10 +130,6 @@ class States:
         """Start with all blocks in one state."""
         self._states = bytearray((state,)) * count
 
-    def __len__(self) -> int:
-        """Count the blocks."""
-        return len(self._states)
-
     def __getitem__(self, position: int) -> int:
         """Return one block's state."""
         return self._states[position]
