@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import cast
 
@@ -14,13 +15,14 @@ from kvstore.handover import jobs, moves, transfers
 from kvstore.handover.consumer import ANSWER_NS, STALL_NS
 from kvstore.handover.jobs import Job
 from kvstore.handover.runs import Part
-from kvstore.handover.transfers import PeerAgents, SlotFill
+from kvstore.handover.transfers import PeerAgents
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, u32
 from tests.harness.handover_pair import Pair, stored
 from tests.test_peer_limits import Place, Told
+from tiers.nixl.messages import Fill
 from tiers.nixl.supervisor import Exporter
 
 HALF = SLOT_BYTES // 2
@@ -63,8 +65,14 @@ def job_of(pair: Pair) -> Job:
     return job
 
 
+def offsets_of(fill: Fill) -> list[int]:
+    return array("Q", fill.parts).tolist()
+
+
 def filled(pair: Pair) -> list[tuple[str, int, list[int], list[int]]]:
-    found = [(fill.rank.agent, fill.extent, fill.offsets, fill.blocks) for fill in pair.filled]
+    found = [
+        (fill.peer, fill.extent, offsets_of(fill), from_u32(fill.blocks)) for fill in pair.filled
+    ]
     return sorted(found)
 
 
@@ -87,11 +95,13 @@ def test_L1_direct_a_peer_writes_blocks_to_all_ranks_once_it_is_told_where() -> 
 
 def test_B13_direct_a_rank_without_a_groups_layers_is_not_written() -> None:
     pair, chain = stored(1)
-    ranks = (RankPages("none", b"md", ((),)), RankPages("all", b"md", ((page(0, SLOT_BYTES),),)))
+    ranks = (RankPages("none", b"md", ((),)), RankPages("all", b"md", ((page(0, SLOT_BYTES),),), 2))
     number = claimed(pair, chain, ranks=ranks)
     pair.name(number, {0: [10]})
     pair.run(20)
-    assert [fill.rank.agent for fill in pair.filled] == ["all"]
+    assert [(fill.peer, fill.pages, fill.gpu) for fill in pair.filled] == [
+        ("all", ranks[1].pages[0], 2)
+    ]
     assert pair.passed == {(number, 0): True}
 
 
@@ -148,7 +158,9 @@ def test_B13_direct_parts_that_are_not_wanted_are_not_written() -> None:
     pair.name(number, {0: [20, 21], 1: [22, 0]})
     pair.run(20)
     parts = {
-        b: o % SLOT_BYTES for f in pair.filled for o, b in zip(f.offsets, f.blocks, strict=True)
+        block: offset % SLOT_BYTES
+        for fill in pair.filled
+        for offset, block in zip(offsets_of(fill), from_u32(fill.blocks), strict=True)
     }
     assert parts == {20: 0, 21: HALF, 22: 0}
     pair.check_nothing_left(5)
@@ -156,7 +168,7 @@ def test_B13_direct_parts_that_are_not_wanted_are_not_written() -> None:
 
 def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() -> None:
     pair, chain = stored(1)
-    held: list[tuple[Part, SlotFill]] = []
+    held: list[tuple[Part, Fill]] = []
     pair.moves.fill = lambda part, fill: held.append((part, fill))  # type: ignore[method-assign]
     number = claimed(pair, chain)
     pair.name(number, {0: [10]})
@@ -229,8 +241,8 @@ def test_L1_direct_many_blocks_are_written_some_at_a_time(monkeypatch: pytest.Mo
     pair.run(5)
     pair.name(number, TARGETS)
     pair.run(20)
-    assert max(len(fill.blocks) for fill in pair.filled) <= 2
-    assert sum(len(fill.blocks) for fill in pair.filled) == 6
+    assert max(len(from_u32(fill.blocks)) for fill in pair.filled) <= 2
+    assert sum(len(from_u32(fill.blocks)) for fill in pair.filled) == 6
     assert pair.passed == {(number, position): True for position in range(3)}
 
 

@@ -17,7 +17,7 @@ from kvstore.handover.engine_blocks import Resident
 from kvstore.handover.engine_writes import AT_ONCE, LOST_NS, OF_PEER, SLOW_NS, WAIT_NS, EngineWrites
 from kvstore.handover.peers import Peers
 from kvstore.handover.runs import Part
-from kvstore.handover.transfers import EngineWrite, SlotFill
+from kvstore.handover.transfers import EngineWrite
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
@@ -25,6 +25,7 @@ from tests.harness.fakes import from_u32, keys_of, u32
 from tests.harness.handover_pair import Pair, stored
 from tests.test_direct_push import RANKS, TARGETS, claimed, filled, job_of
 from tests.test_residents import Announced
+from tiers.nixl.messages import Fill
 
 # The store that has the blocks
 
@@ -149,8 +150,9 @@ def test_L1_direct_an_engine_of_smaller_blocks_than_were_named_writes_none() -> 
     job = job_of(pair)
     job.ranks, job.targets[0] = RANKS, [10, 11, 12]
     written = [write for _, write in job.direct_writes([0])]
-    assert all(isinstance(write, SlotFill) for write in written)
-    assert [write.blocks for write in written] == [[10, 11, 12]] * len(RANKS)
+    fills = [from_u32(write.blocks) for write in written if isinstance(write, Fill)]
+    assert fills == [[10, 11, 12]] * len(RANKS)
+    assert len(fills) == len(written)
 
 
 def test_B13_direct_an_engine_writes_wanted_parts_to_ranks_that_have_the_group() -> None:
@@ -200,7 +202,7 @@ def test_B2_direct_what_is_written_at_once_is_not_too_many_pieces(
     assert batches(EngineWrite) == [1, 1, 1]
     monkeypatch.setattr(jobs, "FILL_PIECES", jobs.FILL_PIECES - 1)
     assert not batches(EngineWrite), "an exporter cuts blocks into parts"
-    assert sum(batches(SlotFill)) == 3
+    assert sum(batches(Fill)) == 3
     many = tuple(RankPages(f"r{n}", b"", (pages,)) for n in range(5))
     with pytest.raises(ProtocolError, match="81920 pieces of a block, expected up to 65536"):
         jobs.check_ranks(pair.source.layout, many)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.core.layout import PageRun, RankPages
+from kvstore.core.layout import PageRun
 from kvstore.core.types import BlockKey
 from kvstore.handover.checksums import block_sum, copied_sum
 from kvstore.handover.peers import Peers
@@ -21,7 +21,6 @@ from kvstore.handover.side_channel import Channel
 from kvstore.handover.transfers import (
     Checked,
     Event,
-    SlotFill,
     Slots,
     Summed,
     Transfers,
@@ -31,6 +30,7 @@ from kvstore.handover.transfers import (
 )
 from kvstore.units import KIB, MIB
 from kvstore.wire import peer as m
+from kvstore.wire.framing import u32
 from tests.harness.patience import WAIT_S
 from tiers.nixl.messages import Fill
 
@@ -170,12 +170,9 @@ def test_a_block_that_goes_to_several_ranks_is_abandoned_in_each_write(mover: Tr
     pages = (PageRun(0, 64, 1, 1 << 20, 64, 0),)
     part = Part(1, 1, range(2))
     for rank in range(3):
-        there = RankPages(f"rank {rank}", b"", (pages,), rank or None)
-        mover.fill(part, SlotFill(9, there, 0, [0, 4096], [5, 6]))
-    first = fake.started[0]
-    assert (first.peer, first.extent, first.pages, first.moved_bytes) == ("rank 0", 9, pages, 128)
-    assert np.frombuffer(first.parts, np.uint64).tolist() == [0, 4096]
-    assert [filling.gpu for filling in fake.started] == [None, 1, 2]
+        parts = array("Q", [0, 4096]).tobytes()
+        mover.fill(part, Fill(0, f"rank {rank}", 9, pages, parts, u32([5, 6])))
+    assert [filling.moved_bytes for filling in fake.started] == [128] * 3
     mover._ended(1, 128, None)
     mover.abandon(Part(1, 1, [0]))
     assert not fake.abandoned, "the other block is wanted"

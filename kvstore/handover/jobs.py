@@ -20,9 +20,10 @@ from kvstore.handover.engine_blocks import Engines, Resident
 from kvstore.handover.moves import MOVING, STAGING, SUMMED, SUMMING, TOLD, WANTED, Move
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Places, Run, at, joined, numbers, runs_of
-from kvstore.handover.transfers import EngineWrite, SlotFill, SlotMove
+from kvstore.handover.transfers import EngineWrite, SlotMove
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, WORD, Message, u32
+from tiers.nixl.messages import Fill
 
 UNKNOWN_NS = 300_000_000  # a router that sends a request to both engines at once, say
 LOOK_NS = 20_000_000  # meanwhile, its first missing block is looked for again
@@ -438,9 +439,7 @@ class Job(Move):
                     ),
                 )
 
-    def direct_writes(
-        self, positions: Sequence[int]
-    ) -> Iterator[tuple[Part, EngineWrite | SlotFill]]:
+    def direct_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, EngineWrite | Fill]]:
         """Gather writes to the peer's engine, a few blocks at a time.
 
         From the memory of an engine of ours that has all of a block, else from its slot: for each
@@ -473,9 +472,13 @@ class Job(Move):
                     self.writes.update(of.positions)
                     yield of, EngineWrite(source, group, cut, offsets_or_blocks, targets)
                     continue
+                parts, blocks = array("Q", offsets_or_blocks).tobytes(), u32(targets)
                 for rank in ranks:
                     self.writes.update(of.positions)
-                    yield of, SlotFill(source, rank, group, offsets_or_blocks, targets)
+                    yield (
+                        of,
+                        Fill(0, rank.agent, source, rank.pages[group], parts, blocks, rank.gpu),
+                    )
 
     def _own_place(self, position: int, blocks_wanted: int, group: int) -> Resident | None:
         """Return where an engine of ours has all of a block that it may write at once."""

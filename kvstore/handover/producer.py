@@ -24,9 +24,10 @@ from kvstore.handover.jobs import Job, Look, OwnExporter, Peer, Source
 from kvstore.handover.moves import DONE, MOVING, SUMMED, SUMMING, TOLD, WANTED
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Run, at, joined, runs_of
-from kvstore.handover.transfers import EngineWrite, SlotFill, SlotMove, Slots, Transfers
+from kvstore.handover.transfers import EngineWrite, SlotMove, Slots, Transfers
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, u32
+from tiers.nixl.messages import Fill
 
 GRACE_NS = 5_000_000_000
 WANTED_MAX = 1 << 21  # blocks in open jobs of all peers: a few hundred bytes each
@@ -36,7 +37,7 @@ LATE_MAX = 512  # blocks that may still come and are passed over in a turn, for 
 EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
 
 Send = Callable[[int, Message], None]
-Write = SlotMove | EngineWrite | SlotFill
+Write = SlotMove | EngineWrite | Fill
 Guard = Callable[[int], AbstractContextManager[object]]
 OfJob = m.Land | m.Settle
 
@@ -416,7 +417,7 @@ class Producer:
                     case EngineWrite():
                         workers = job.source.engines.workers(write.engine)
                         self._engine_writes.start(part, write, workers, now_ns)
-                    case SlotFill():
+                    case Fill():
                         self._transfers.fill(part, write)
 
     def _done(self, job: Job, run: Run) -> None:

@@ -25,7 +25,7 @@ from kvstore.core.types import BlockKey, Slot
 from kvstore.handover.checksums import block_sum, copied_sum
 from kvstore.handover.runs import Part, numbers
 from kvstore.wire import peer as m
-from kvstore.wire.framing import U32, u32
+from kvstore.wire.framing import U32
 from tiers.cpu import GENERATION_BYTES, CpuExtent
 from tiers.nixl import messages as nixl
 from tiers.nixl import supervisor
@@ -65,19 +65,6 @@ class SlotMove(msgspec.Struct, frozen=True, kw_only=True):
     region: m.Region
     remote: array[int]
     at_once: int  # blocks in one transfer
-
-
-class SlotFill(msgspec.Struct, frozen=True):
-    """Parts of slots of one extent and group, and one rank's engine blocks that they go to.
-
-    offsets: where in the extent each part begins.
-    """
-
-    extent: int
-    rank: RankPages
-    group: int
-    offsets: list[int]
-    blocks: list[int]
 
 
 class EngineWrite(msgspec.Struct, frozen=True):
@@ -469,12 +456,9 @@ class Transfers:
             )
             self._start(transfer, None if move.write else digest, part.cut(piece))
 
-    def fill(self, part: Part, fill: SlotFill) -> None:
+    def fill(self, part: Part, fill: nixl.Fill) -> None:
         """Write parts of slots to a peer's engine; ends as Written."""
-        rank, parts, blocks = fill.rank, array("Q", fill.offsets).tobytes(), u32(fill.blocks)
-        pages = rank.pages[fill.group]
-        filling = nixl.Fill(0, rank.agent, fill.extent, pages, parts, blocks, rank.gpu)
-        self._start(filling, None, part)
+        self._start(fill, None, part)
 
     def _start(self, move: nixl.Transfer | nixl.Fill, digest: str | None, part: Part) -> None:
         number = self.exporter.start(move)

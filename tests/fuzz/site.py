@@ -23,7 +23,7 @@ from kvstore.handover import transfers as moves
 from kvstore.handover.line import Line
 from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.handover.side_channel import Channel
-from kvstore.handover.transfers import SlotFill, Transfers
+from kvstore.handover.transfers import Transfers
 from kvstore.store.namespace import Namespace
 from kvstore.store.store import Store
 from kvstore.wire import engine as p
@@ -33,6 +33,7 @@ from tests.harness.fakes import SLOT_BYTES, Engine, HeapPool, Town, from_u32
 from tests.harness.handover_moves import LandingSlots, Moves
 from tests.harness.handover_pair import content
 from tiers.nixl import messages as nixl
+from tiers.nixl.messages import Fill
 from tiers.nixl.supervisor import Down
 from tiers.nixl.ucx import over_tcp
 
@@ -235,8 +236,8 @@ class Mover(Moves):
         found = [] if other is None else list(other.landings.values())
         return next((at for at in found if at.region()[0] == region), None)
 
-    def filled(self, fill: SlotFill) -> bool:
-        return fill.rank.agent == "evil"
+    def filled(self, fill: Fill) -> bool:
+        return fill.peer == "evil"
 
     def slot(self, agent: str, extent: int, number: int) -> bytes | None:
         mover = self._net.movers.get(agent) if agent else self

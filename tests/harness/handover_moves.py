@@ -13,6 +13,7 @@ from kvstore.handover.runs import Part
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, HeapExtent
 from tiers.cpu import CpuExtent
+from tiers.nixl.messages import Fill
 
 
 class LandingSlots(t.Landing):
@@ -53,7 +54,7 @@ class Moves:
     def landing(self, digest: str, slot_bytes: int) -> LandingSlots:
         raise NotImplementedError
 
-    def filled(self, fill: t.SlotFill) -> bool:
+    def filled(self, fill: Fill) -> bool:
         raise NotImplementedError
 
     def abandon(self, part: Part) -> None:
@@ -101,7 +102,7 @@ class Moves:
 
         self.do(write if move.write else read)
 
-    def fill(self, part: Part, fill: t.SlotFill) -> None:
+    def fill(self, part: Part, fill: Fill) -> None:
         self.do(lambda: t.Written(part, self.filled(fill)))
 
 

@@ -20,7 +20,7 @@ from kvstore.handover.arrivals import Arrivals
 from kvstore.handover.fetches import Fetch, Fetched
 from kvstore.handover.jobs import OwnExporter
 from kvstore.handover.runs import Part
-from kvstore.handover.transfers import EngineWrite, SlotFill
+from kvstore.handover.transfers import EngineWrite
 from kvstore.store.namespace import Namespace
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -36,6 +36,7 @@ from tests.harness.fakes import (
 )
 from tests.harness.handover_moves import LandingSlots, Moves
 from tests.reference.memory_tier import MemoryTier
+from tiers.nixl.messages import Fill
 
 LANDING = 6
 
@@ -107,7 +108,7 @@ class Pair:
         self.pushing: list[int] = []  # fetches whose workers are to say where
         self.unsafe: set[tuple[int, int]] = set()  # passed, and may still be written
         self.met: list[str] = []  # agents that the prefill store's exporter was told of
-        self.filled: list[SlotFill] = []
+        self.filled: list[Fill] = []
         # told to engines, by the test to end
         self.engine_writes: list[tuple[Part, EngineWrite]] = []
         self.abandoned: list[Part] = []  # of these
@@ -382,6 +383,6 @@ class _PairMoves(Moves):
     def landing(self, _digest: str, _slot_bytes: int) -> LandingSlots:
         return self._pair.landing
 
-    def filled(self, fill: t.SlotFill) -> bool:
+    def filled(self, fill: Fill) -> bool:
         self._pair.filled += [fill] * (ok := not self._fails())
         return ok

@@ -90,7 +90,7 @@ class Fill(Message, frozen=True):
     blocks: the engine block that it is written to (u32). gpu: see RankPages.
     """
 
-    id: int
+    id: int  # as a Transfer's
     peer: str
     extent: int
     pages: tuple[PageRun, ...]
