@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from connectors.copies.gpu import measure
+from connectors.copies.gpu import device, measure
 from connectors.copies.gpu.cuda import Launch
 from connectors.copies.gpu.device import CudaDevice, GpuCopier, Queued
 from connectors.copies.gpu.measure import Choice, Rate, chosen
@@ -55,9 +55,10 @@ class Rig:
         self.engine = engine_of(NAME, BLOCKS) if engine is None else engine
         fill_random(self.engine, seed)
         self.cuda = FakeCuda(self.engine.storages, seed)
-        self.device = CudaDevice(
-            self.engine.caches, lambda: self.cuda, choice, jobs=jobs, places=places
-        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "JOBS_MAX", jobs)
+            patch.setattr(device, "PLACES_MAX", places)
+            self.device = CudaDevice(self.engine.caches, lambda: self.cuda, choice)
         self.copier: GpuCopier = self.device.copier(self.engine.layout)
         self.slots, self.extents = slots_for(self.engine)
         for extent in self.extents:

@@ -68,19 +68,17 @@ class Queued(Copying):
 class Lane:
     """One direction: a stream, the jobs on it, and the places that the kernel reads."""
 
-    def __init__(
-        self, cuda: Cuda, *, store: bool, jobs: int = JOBS_MAX, places: int = PLACES_MAX
-    ) -> None:
+    def __init__(self, cuda: Cuda, *, store: bool) -> None:
         """Make everything that a job needs, so that no job makes anything."""
         self.store = store
         self.stream = cuda.new_stream()
         self._cuda = cuda
-        self._events = [cuda.new_event() for _ in range(jobs)]
+        self._events = [cuda.new_event() for _ in range(JOBS_MAX)]
         self._last = self._reached = 0  # numbers of jobs
-        self._ring = cuda.pinned(places * _PLACE_BYTES).view(np.uint64).reshape(places, 2)
+        self._ring = cuda.pinned(PLACES_MAX * _PLACE_BYTES).view(np.uint64).reshape(-1, 2)
         self._next = 0  # position in the ring
         self._taken: deque[tuple[int, int]] = deque()  # number of a job, places it holds
-        self._free = places
+        self._free = PLACES_MAX
 
     def after(self, mark: int) -> None:
         """Let what is queued from here on wait for an event of the compute stream."""
@@ -206,9 +204,6 @@ class CudaDevice(Device):
         caches: dict[str, LayerCache],
         make: Callable[[], Cuda] | None = None,
         choice: Choice | None = None,
-        *,
-        jobs: int = JOBS_MAX,
-        places: int = PLACES_MAX,
     ) -> None:
         """make(), choice: for tests; otherwise what is there, and what is measured on it.
 
@@ -220,10 +215,7 @@ class CudaDevice(Device):
         self._caches = caches
         self._copiers: dict[RankLayout, GpuCopier] = {}  # tables on the device stay
         self._choice = choice
-        self._lanes = {
-            store: Lane(self._cuda, store=store, jobs=jobs, places=places)
-            for store in (True, False)
-        }
+        self._lanes = {store: Lane(self._cuda, store=store) for store in (True, False)}
         self._marks = [self._cuda.new_event() for _ in range(MARKS)]
         self._mark = 0
         self._pins = Pins(self._cuda)
