@@ -70,7 +70,9 @@ def layer_geometry(
         else:
             told = [f"{sizes[axis]} {_AXES[axis]}" for axis in order]
         text = ", ".join([*told, f"{sizes[_BYTES]} bytes"])
-        return PageForm(text, _kernel_tokens(spec, sizes[0]), _content(config, name, spec))
+        # Of a kernel block; states stand for all tokens before them.
+        tokens = 0 if isinstance(spec, MambaSpec) else spec.block_size // sizes[0]
+        return PageForm(text, tokens, _content(config, name, spec))
 
     parallel = config.parallel_config
     ranks, rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
@@ -87,11 +89,6 @@ def layer_geometry(
             name, page_bytes, heads, rank * total // ranks, total, form=form(total)
         )
     return LayerGeometry(name, page_bytes, 1, rank, ranks, head_major=False, form=form(heads))
-
-
-def _kernel_tokens(spec: Any, kernel_blocks: int) -> int:
-    """Count the tokens of a kernel block; states stand for all tokens before them."""
-    return 0 if isinstance(spec, MambaSpec) else spec.block_size // kernel_blocks
 
 
 def _content(config: Any, name: str, spec: Any) -> str:
