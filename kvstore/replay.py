@@ -22,21 +22,18 @@ import msgspec
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.eviction import LRU
-from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
-from kvstore.core.leases import NEVER_NS, Generations
-from kvstore.core.manager import Manager
+from kvstore.core.leases import NEVER_NS
 from kvstore.core.policy import MakePolicy
-from kvstore.core.segmented import GHOSTS
+from kvstore.core.segmented import SEGMENTED
 from kvstore.core.tier import leading_alike
 from kvstore.core.tiering import Found, Tiering
+from kvstore.core.trial import Cache, Trial
 from kvstore.core.types import (
     BlockKey,
     Chain,
-    GroupRule,
     JobKind,
     JobResult,
     LookupResult,
-    Slot,
     TransferJob,
 )
 from kvstore.core.write_budget import WriteBudget
@@ -50,7 +47,6 @@ _ID_BYTES = 8
 _NAMED = 1 << 63  # no hash_ids from here on
 _OWNER = 1
 _NEVER = 1 << 62  # the next use of a block that is not used again
-STEP_BLOCKS = 8  # that an engine computes in a step
 _WATCHED = 64  # requests between two reports of progress
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -216,42 +212,6 @@ def _policy_failed(verb: str, why: BaseException) -> None:
     raise ConfigError(f"the policy failed in {verb}: {type(why).__name__}: {why}") from why
 
 
-class _Memory:
-    """A manager over slots without memory."""
-
-    def __init__(self, blocks: int, policy: str | MakePolicy = LRU) -> None:
-        generations = Generations()
-        generations.add(memoryview(bytearray(4 * blocks)).cast("I"))
-        left = Ghosts(memoryview(bytearray(ENTRY_BYTES << (GHOSTS * blocks).bit_length())))
-        self.manager = Manager(
-            (GroupRule(),), generations, left, policy=policy, failed=_policy_failed
-        )
-        self.manager.slots.add([Slot(slot) for slot in range(blocks)])
-
-    def store(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> int:
-        """Store blocks of a path as an engine computes them, while there is room; count them."""
-        stored = 0
-        while stored < len(keys):
-            part = self._store(keys[stored : stored + STEP_BLOCKS], parent)
-            if not part:
-                break
-            stored += part
-            parent = keys[stored - 1]
-        return stored
-
-    def _store(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> int:
-        manager = self.manager
-        slots = manager.prepare_store(len(keys))
-        if not slots:
-            return 0
-        keys = keys[: len(slots)]
-        began = manager.begin_promotions(keys, [parent, *keys[:-1]], slots)
-        filled = [slots[at] for at in began]
-        manager.give_back(set(slots).difference(filled))
-        manager.complete_promotions(filled, len(filled))
-        return len(began)
-
-
 class _Disk:
     """A tier that has what it is given until it is full, and moves it at once."""
 
@@ -263,7 +223,7 @@ class _Disk:
         return not self._memory.manager.slots.free
 
     def __init__(self, blocks: int) -> None:
-        self._memory = _Memory(blocks)
+        self._memory = Cache(blocks)
         self._results: list[JobResult] = []
 
     def lookup(self, key: BlockKey) -> LookupResult:
@@ -320,7 +280,9 @@ class _Store:
         policy: str | MakePolicy,
         budget: WriteBudget | None,
     ) -> None:
-        self._memory = _Memory(memory_blocks, policy)
+        self._memory = Cache(memory_blocks, policy, _policy_failed)
+        slots = self._memory.manager.slots
+        self._trial = Trial(slots) if policy == SEGMENTED else None
         self._disk = None if disk_blocks is None else _Disk(disk_blocks)
         tiers = () if self._disk is None else (self._disk,)
         budgets = {} if budget is None else {NVME: budget}
@@ -350,6 +312,8 @@ class _Store:
         if lease is not None:
             tiering.used(chain, lease)
             manager.complete_load(lease.lease_id)
+        if self._trial is not None:
+            self._trial.use(self._trial.sampled(chain.keys(0, chain.blocks)), manager.now_s)
         changes = manager.take_changes()
         if self._disk is not None:
             tiering.changed(changes)

@@ -342,9 +342,13 @@ TestManager = pytest.mark.slow(ManagerMachine.TestCase)
 
 
 class SegmentedMachine(ManagerMachine):
-    """The same with the other policy."""
+    """The same with the other policy, either way."""
 
     policy = SEGMENTED
+
+    @rule()
+    def go_the_other_way(self) -> None:
+        self.manager.slots.by_recency = not self.manager.slots.by_recency
 
 
 SegmentedMachine.TestCase.settings = ManagerMachine.TestCase.settings

@@ -96,7 +96,7 @@ def sessions(count: int, turns: int, blocks: int, crowds: int) -> Trace:
 
 @pytest.mark.parametrize(
     ("room", "default", "lru"),
-    [(0.5, 0.2186, 0.115), (0.8, 0.5669, 0.39), (1.0, 0.5941, 0.6), (1.3, 0.6, 0.6)],
+    [(0.5, 0.4351, 0.115), (0.8, 0.5669, 0.39), (1.0, 0.5941, 0.6), (1.3, 0.6, 0.6)],
 )
 def test_Q64_sessions_that_come_back_in_turns_find_what_memory_has_room_for(
     room: float, default: float, lru: float

@@ -297,6 +297,41 @@ def test_Q64_where_requests_are_handed_over_what_is_new_stays_for_other_stores()
     assert not first_to_leave(rig, "turn 0", 10, 11)
 
 
+@pytest.mark.parametrize("used_s", [1, 3])
+def test_Q64_in_one_order_what_was_used_or_stored_longest_ago_leaves_first(used_s: int) -> None:
+    """In two orders what was used stays in both cases."""
+    rig = Rig(2)
+    rig.manager.slots.by_recency = True
+    rig.put("used")
+    if used_s == 3:
+        rig.manager.now_s = 2
+        rig.put("once")
+    rig.manager.now_s = used_s
+    assert rig.use("used") == 1
+    if used_s == 1:
+        rig.manager.now_s = 2
+        rig.put("once")
+    rig.manager.now_s = 4
+    rig.put("more")
+    assert (rig.here("used"), rig.here("once")) == (([], [0]) if used_s == 1 else ([0], []))
+
+
+def test_Q64_in_one_order_too_of_what_comes_in_turns_the_first_part_stays() -> None:
+    """20 sessions at a time, each turn 8 blocks longer, and room for half; by LRU .115."""
+    rig = Rig(320)
+    rig.manager.slots.by_recency = True
+    hits = asked = 0
+    for crowd in range(5):
+        for turn in range(1, 5):
+            for session in range(20):
+                rig.manager.now_s += 2
+                name, blocks = f"{crowd} {session}", 8 * turn
+                found = min(blocks, rig.use(name, blocks))
+                rig.put(name, blocks, found)
+                hits, asked = hits + found, asked + blocks
+    assert hits / asked == pytest.approx(0.499, abs=0.005)
+
+
 def test_Q64_a_path_that_comes_back_sooner_has_its_blocks_stay() -> None:
     rig = Rig()
     in_turns(rig, 7, 10)
@@ -315,6 +350,9 @@ def test_Q64_once_there_is_room_nothing_is_the_next_to_leave() -> None:
         for key in reversed(rig.keys(f"turn {number}", 10)):
             rig.manager.drop(key, "discard")
     rig.use("turn 0", 10)
+    end = rig.manager.ready(rig.keys("turn 0", 10)[-1])
+    assert end is not None
+    assert not rig.manager.slots.barely[end.slot]
     rig.put("turn 0", 11, 10)
     for number in range(SLOTS // 2):
         rig.put(f"fill {number}")

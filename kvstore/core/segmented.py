@@ -20,6 +20,9 @@ such a path would not stay until it is used; it is the next to leave, and the ot
 LRU insertion: Qureshi et al., ISCA 2007.) Not where requests are handed over: there a store waits
 for what was stored last.
 
+Where recency alone hits more (`kvstore/core/trial.py`), the share does not matter: of both orders'
+coldest blocks that one leaves that was used or stored longer ago (`Slots.by_recency`).
+
 Both orders hold the ends of paths only, as LeafLRU does. A kept block's parent is kept, too, and
 counts those below it that are; so a use walks up to the first block that is kept already, and each
 block is passed once for each time that it is new. A kept block without kept children is in the
@@ -67,7 +70,8 @@ class SegmentedLRU:
             self._learn(left)
         if entry.pins:
             return
-        if left is not None and self._stays(left):
+        waits = self._slots.by_recency and barely[entry.slot]  # for the others' turns
+        if left is not None and not waits and self._stays(left):
             self._use(entry)
             return
         if above is not None and above.next is not None and not above.kept:
@@ -104,7 +108,8 @@ class SegmentedLRU:
         """The end of a path is used: learn from how cold it had become."""
         slots = self._slots
         slots.barely[entry.slot] = 0
-        coldest = (self._kept if entry.kept else self._new).coldest
+        by_kept = entry.kept or (slots.by_recency and self.kept)
+        coldest = (self._kept if by_kept else self._new).coldest
         full = len(slots.free) <= (1 - _FULL) * slots.capacity
         if not full or coldest is None or isinstance(coldest, Mark):
             return
@@ -215,19 +220,32 @@ class SegmentedLRU:
         if entry.kept == 1 and entry.next is None and entry.state is _READY and not entry.pins:
             self._kept.cool(entry)
 
+    def _kept_goes(self, new: Node | None) -> bool:
+        """Tell whether the coldest kept block leaves before the coldest new one."""
+        if not self._slots.by_recency:
+            return self.kept > self._most
+        kept = self._kept.coldest
+        if kept is None or new is None or isinstance(new, Mark):
+            return new is None
+        return not self._slots.barely[new.slot] and self._last_s(kept) <= self._last_s(new)
+
     def victims(self, *, wanted: bool = False) -> Iterator[Node]:
         """Take blocks out of the orders: kept ones beyond their share, then the coldest new ones.
 
         As LeafLRU does: the caller takes each out of the index before it asks for the next.
         wanted: for what a request uses; then kept ones, too.
         """
-        skipped, most = 0, self._most
-        while skipped < SKIPS_MAX and self.kept > most and (entry := self._pop()) is not None:
-            if evictable(entry):
-                yield entry
-            else:  # it is new from now on, and found below what hangs from it, or with its last pin
-                skipped += 1
-        while skipped < SKIPS_MAX and (coldest := self._new.coldest) is not None:
+        skipped = 0
+        while skipped < SKIPS_MAX:
+            coldest = self._new.coldest
+            if self._kept_goes(coldest) and (entry := self._pop()) is not None:
+                if evictable(entry):
+                    yield entry
+                else:  # new from now on, and found below what hangs from it, or with its last pin
+                    skipped += 1
+                continue
+            if coldest is None:
+                break
             self._new.remove(coldest)
             above: Node | None = coldest
             if not evictable(coldest):

@@ -28,6 +28,7 @@ class Slots:
         self.used_s = array("I")  # and when it was last used itself, if that was later
         self.was_used = bytearray()  # 1: a request used it, or one below it
         self.barely = bytearray()  # 1: before it was used it was the next to leave
+        self.by_recency = False  # what was used leaves in one order with what was not
         self.hands_over = False  # other stores ask for blocks that engines here are computing
         self.free: list[Slot] = []
         self.granted: dict[Slot, Write | None] = {}  # None: nothing is written there yet

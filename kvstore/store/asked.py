@@ -25,6 +25,7 @@ class Asked:
         """Start with none."""
         self._waiting: deque[tuple[Namespace, Lookup, int]] = deque()  # up to which block
         self._bytes = 0
+        self._sampled: list[BlockKey] = []  # of the lookup that is being fed
 
     def note(self, namespace: Namespace, lookup: Lookup) -> None:
         """Note a lookup, which was found right; one that is made again is none."""
@@ -51,10 +52,16 @@ class Asked:
             chain = Chain(lookup.hashes, lookup.width, groups, lookup.scope)
             keys = chain.keys_at(namespace.full_first[0], range(first, end))
             namespace.curve.use(list(_hashes(keys)))
+            trial = namespace.trial
+            if trial is not None:
+                self._sampled = trial.sampled(keys) + self._sampled
             room -= end - first
             if first:
                 self._waiting.appendleft((namespace, lookup, first))
                 self._bytes += len(lookup.hashes) + LOOKUP_BYTES
+            elif trial is not None:
+                trial.use(self._sampled, namespace.manager.now_s)
+                self._sampled = []
 
 
 def note_stored(namespace: Namespace, keys: Iterable[BlockKey]) -> None:

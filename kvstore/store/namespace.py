@@ -18,7 +18,9 @@ from kvstore.core.hit_curve import HitCurve
 from kvstore.core.layout import SlotLayout
 from kvstore.core.leases import PINS, Generations
 from kvstore.core.manager import Manager
+from kvstore.core.segmented import SEGMENTED
 from kvstore.core.tiering import Tiering
+from kvstore.core.trial import Trial
 from kvstore.core.types import BlockKey, Slot
 from kvstore.handover.engine_blocks import Engines
 from kvstore.metrics import WAYS, Numbers
@@ -94,6 +96,7 @@ class Namespace:
         )
         self.unstored = _ghosts(0)  # blocks that were offered, and not stored
         self.curve = HitCurve()
+        self.trial = Trial(self.manager.slots, len(layout.rules)) if policy == SEGMENTED else None
         self.hash_bytes = 0  # of a block's hash, once an engine has asked for one
         self._tokens = tokens
         self.tiering = make_tiering(self)  # which may refuse

@@ -1,0 +1,120 @@
+"""Which of two ways to evict hits more: each is tried on a sample of what is asked for.
+
+Two small caches stand for memory (miniature simulation: Waldspurger et al., USENIX ATC 2017). They
+have a part of its capacity, and of all blocks asked for the same part, chosen by hash. A sampled
+path has fewer blocks and the same order, so what hangs below what stays as it is. One cache keeps
+what was used again, the other evicts by recency alone (`Slots.by_recency`).
+
+Memory goes the other way once that has hit as many blocks more as its cache can hold. What it hits
+fewer counts against it, and all fades: a difference of less than an eighth of what is asked for
+changes nothing. So nothing has to be known of what is asked for, and a wrong way costs a part of
+what a full memory holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from xxhash import xxh3_64_intdigest
+
+from kvstore.core.eviction import LRU
+from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
+from kvstore.core.leases import NEVER_NS, Generations
+from kvstore.core.manager import Manager
+from kvstore.core.policy import MakePolicy
+from kvstore.core.segmented import GHOSTS, SEGMENTED
+from kvstore.core.slots import Slots
+from kvstore.core.types import BlockKey, Chain, GroupRule, Slot
+
+BLOCKS = 256
+"""What a cache holds. A smaller memory is not tried: it keeps what was used again."""
+STEP_BLOCKS = 8  # that an engine computes in a step
+_FADES = 8 * BLOCKS  # while so many blocks are asked for, by all but 1/e
+_HASHES = 1 << 64
+
+
+class Cache:
+    """A manager over slots without memory, which holds blocks of one group in name only."""
+
+    def __init__(
+        self,
+        blocks: int,
+        policy: str | MakePolicy = LRU,
+        failed: Callable[[str, BaseException], None] = lambda *_: None,
+    ) -> None:
+        """policy, failed: as of a Manager."""
+        generations = Generations()
+        generations.add(memoryview(bytearray(4 * blocks)).cast("I"))
+        left = Ghosts(memoryview(bytearray(ENTRY_BYTES << (GHOSTS * blocks).bit_length())))
+        rules = (GroupRule(),)
+        self.manager = Manager(rules, generations, left, policy=policy, failed=failed)
+        self.manager.slots.add([Slot(slot) for slot in range(blocks)])
+
+    def store(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> int:
+        """Store blocks of a path as an engine computes them, while there is room; count them."""
+        stored = 0
+        while stored < len(keys):
+            part = self._store(keys[stored : stored + STEP_BLOCKS], parent)
+            if not part:
+                break
+            stored += part
+            parent = keys[stored - 1]
+        return stored
+
+    def _store(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> int:
+        manager = self.manager
+        slots = manager.prepare_store(len(keys))
+        if not slots:
+            return 0
+        keys = keys[: len(slots)]
+        began = manager.begin_promotions(keys, [parent, *keys[:-1]], slots)
+        filled = [slots[at] for at in began]
+        manager.give_back(set(slots).difference(filled))
+        manager.complete_promotions(filled, len(filled))
+        return len(began)
+
+
+class Trial:
+    """Sets the way of one namespace's memory."""
+
+    def __init__(self, slots: Slots, groups: int = 1) -> None:
+        """slots: of the memory, which has blocks of so many groups; those of one are tried."""
+        self._slots, self._groups = slots, groups
+        self._kept, self._recent = Cache(BLOCKS, SEGMENTED), Cache(BLOCKS, SEGMENTED)
+        self._recent.manager.slots.by_recency = True
+        self._more = 0.0  # blocks that the other way has hit
+
+    def sampled(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Choose those that are tried, of keys that follow one another."""
+        capacity = self._slots.capacity // self._groups
+        if capacity < BLOCKS:
+            return []
+        limit = _HASHES // capacity * BLOCKS
+        return [key for key in keys if xxh3_64_intdigest(key) < limit]
+
+    def use(self, keys: Sequence[BlockKey], now_s: int) -> None:
+        """A request asks for a path, of which these were chosen; and stores what is not here."""
+        keys, slots = keys[:BLOCKS], self._slots
+        if not keys:
+            return
+        for cache in (self._kept, self._recent):
+            cache.manager.slots.hands_over = slots.hands_over
+        kept, recent = (_use(cache, keys, now_s) for cache in (self._kept, self._recent))
+        more = kept - recent if slots.by_recency else recent - kept
+        self._more = max(0.0, self._more * (1 - len(keys) / _FADES) + more)
+        if self._more > BLOCKS:
+            slots.by_recency, self._more = not slots.by_recency, 0
+
+
+def _use(cache: Cache, keys: Sequence[BlockKey], now_s: int) -> int:
+    """Use what is here of a path and store the rest, as far as there is room; count the hits."""
+    manager, chain = cache.manager, Chain(b"".join(keys), len(keys[0]), 1)
+    manager.now_s = now_s
+    found = manager.lookup(chain, chain.blocks).blocks
+    lease = manager.prepare_load(chain, found, 0, NEVER_NS) if found else None
+    names = chain.keys(0, chain.blocks)
+    cache.store(names[found:], names[found - 1] if found else None)
+    if lease is not None:
+        manager.complete_load(lease.lease_id)
+    manager.take_changes()
+    return found

@@ -1,0 +1,138 @@
+"""Which of two ways to evict hits more, tried on a sample of what is asked for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.manager import Manager
+from kvstore.core.segmented import SEGMENTED
+from kvstore.core.trial import BLOCKS, Cache, Trial
+from kvstore.core.types import BlockKey, Chain
+from kvstore.store import asked
+from kvstore.store.asked import Asked
+from kvstore.wire import engine as p
+from tests.harness.fakes import hashes
+from tests.harness.live import LiveStore, engine, eventually, store_settings
+
+MEMORY = 4 * BLOCKS
+
+
+def memory(blocks: int = MEMORY) -> Manager:
+    return Cache(blocks, SEGMENTED).manager
+
+
+def path(name: str, blocks: int) -> list[BlockKey]:
+    return Chain(b"".join(hashes(blocks, name)), 32, 1).keys(0, blocks)
+
+
+def in_turns(trial: Trial, paths: int, blocks: int) -> Iterator[None]:
+    """Ask for each path once in every one of 40 rounds."""
+    keys = [path(f"turn {number}", blocks) for number in range(paths)]
+    for turn in range(40):
+        for number in range(paths):
+            trial.use(trial.sampled(keys[number]), turn * paths + number)
+        yield
+
+
+def used_again(trial: Trial, now_s: int, requests: int) -> None:
+    """Ask for one of a few paths, or, three times as often, for one that never comes again."""
+    chance = random.Random(1)
+    for number in range(requests):
+        again = chance.random() < 0.25
+        name = f"again {chance.randrange(8)}" if again else f"once {number}"
+        trial.use(trial.sampled(path(name, 64)), now_s + number)
+
+
+def test_Q64_memory_goes_by_recency_where_that_hits_more_and_back_where_it_does_not() -> None:
+    slots = memory().slots
+    trial = Trial(slots)
+    used_again(trial, 0, 400)
+    assert not slots.by_recency
+    assert any(slots.by_recency for _ in in_turns(trial, 30, 64))
+    used_again(trial, 10_000, 2_000)
+    assert not slots.by_recency
+
+
+def test_Q64_a_difference_of_less_than_an_eighth_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slots = memory().slots
+    trial = Trial(slots)
+    hits = {id(trial._kept): 10, id(trial._recent): 17}
+    monkeypatch.setattr("kvstore.core.trial._use", lambda cache, *_: hits[id(cache)])
+    for _ in range(1_000):
+        trial.use(path("any", 64), 0)
+    assert not slots.by_recency
+    hits[id(trial._recent)] = 20
+    for _ in range(1_000):
+        trial.use(path("any", 64), 0)
+        if slots.by_recency:
+            break
+    assert slots.by_recency
+
+
+def test_Q64_where_all_fits_both_ways_are_one_and_nothing_changes() -> None:
+    slots = memory().slots
+    trial = Trial(slots)
+    assert not any(slots.by_recency for _ in in_turns(trial, 10, 64))
+    assert trial._more == 0
+
+
+def test_Q64_a_sample_stands_for_memory_of_any_size() -> None:
+    keys = [key for number in range(100) for key in path(f"{number}", 64)]
+    for times, groups in ((1, 1), (4, 1), (16, 1), (8, 2)):
+        chosen = Trial(memory(times * BLOCKS).slots, groups).sampled(keys)
+        expected = len(keys) * groups / times
+        assert expected * 0.8 < len(chosen) < expected * 1.2 or len(chosen) == len(keys) == expected
+        assert [key for key in keys if key in set(chosen)] == chosen, "in their order"
+
+
+@pytest.mark.parametrize(("blocks", "groups"), [(BLOCKS - 1, 1), (2 * BLOCKS - 1, 2)])
+def test_Q64_a_small_memory_is_not_tried(blocks: int, groups: int) -> None:
+    trial = Trial(memory(blocks).slots, groups)
+    assert trial.sampled(path("any", 64)) == []
+    trial.use([], 0)
+
+
+def test_Q64_blocks_on_credit_are_no_part_of_what_memory_can_hold() -> None:
+    manager = memory(BLOCKS)
+    trial = Trial(manager.slots)
+    assert len(trial.sampled(path("any", 64))) == 64
+    manager.prepare_store(1)
+    assert trial.sampled(path("any", 64)) == []
+
+
+def test_Q64_where_requests_are_handed_over_it_is_tried_so() -> None:
+    slots = memory().slots
+    trial = Trial(slots)
+    slots.hands_over = True
+    trial.use(path("any", 8), 0)
+    assert trial._kept.manager.slots.hands_over
+    assert trial._recent.manager.slots.hands_over
+
+
+def test_Q64_a_store_tries_each_prompt_once_and_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asked, "TURN_BLOCKS", 3)
+    with LiveStore(store_settings(tmp_path)) as store, engine(store) as live:
+        live.ask(hashes(1, "other"))
+        namespace = store.server.store.sessions["engine"].namespace
+        assert namespace is not None
+        trial = namespace.trial
+        assert trial is not None
+        eventually(lambda: not store.server.store.asked.waits)
+        tried: list[list[BlockKey]] = []
+        monkeypatch.setattr(trial, "sampled", list)
+        monkeypatch.setattr(trial, "use", lambda keys, _now_s: tried.append(keys))
+        waiting = Asked()
+        for name in ("one", "two"):
+            chain = hashes(8, name)
+            waiting.note(namespace, p.Lookup(1, b"".join(chain), len(chain[0])))
+        while waiting.waits:
+            waiting.feed()
+    assert tried == [path("one", 8), path("two", 8)]
