@@ -223,7 +223,8 @@ def test_B15_a_peer_that_stalls_in_mid_transfer_is_given_up_after_a_time_without
             took_s = time.monotonic() - stalled_s[0]
             staller.join()
             (left if whole or push else right).freeze(store=whole, go_on=True)
-        assert 0.9 < took_s < 3.3, "the prefill goes on for longer"
+        # On a busy machine the last block may have come some time before the count of it.
+        assert 0.5 < took_s < 3.3, "the prefill goes on for longer"
         assert loaded["d"] < MANY // 8 * 8
         [(came, blocks, quiet_s, whole_s)] = given_up(caplog)
         assert 64 <= came < blocks == MANY // 8

@@ -22,7 +22,7 @@ BASE = "import vllm.distributed.kv_transfer.kv_connector.v1.base"
     ("side", "modules_max", "forbidden"),
     [
         ("vllm_worker", 35, OF_THE_SCHEDULER),
-        ("vllm_scheduler", 40, (*OF_THE_WORKER, "connectors.weights", "connectors.vllm_pages")),
+        ("vllm_scheduler", 41, (*OF_THE_WORKER, "connectors.weights", "connectors.vllm_pages")),
     ],
 )
 def test_a_side_loads_what_it_needs(
