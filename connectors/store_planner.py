@@ -220,7 +220,11 @@ class StorePlanner:
                 and (index >= present.end or index not in present)
                 and key not in known
             ):
-                batch.add(ids, [free.popleft()], [key], parent_hash)
+                batch.ids += ids
+                batch.slots.append(free.popleft())
+                batch.keys.append(key)
+                rooted = batch.rooted or not parent_hash
+                batch.parents.append(b"" if rooted else parent_hash + batch.suffix)
                 self._gathered += 1
         if self._gathered > before:
             self._events.stored(tracked.request, index, index + 1)
