@@ -108,18 +108,20 @@ class StorePlanner:
 
         Returns how many computed tokens it takes before another block can be complete.
         """
-        client = self._client
+        client, request = self._client, tracked.request
         if not client.session:
             return 0
-        end = self.count_complete(tracked, computed)
+        size = self._geometry.block_tokens
+        hashed = len(request.block_hashes) * self._geometry.hash_tokens
+        end = min(computed, hashed, tracked.store_tokens) // size
         if tracked.cursor < end:
-            blocks = table(tracked.request.request_id) if client.credits else ()
+            blocks = table(request.request_id) if client.credits else ()
             if blocks is None:
                 return 0
             self._gather(tracked, end, blocks)
             if tracked.cursor < end:
                 client.count("store_declined")
-        return (tracked.cursor + 1) * self._geometry.block_tokens
+        return (tracked.cursor + 1) * size
 
     def count_complete(self, tracked: TrackedRequest, computed: int) -> int:
         """Count the leading blocks of a request that are complete and may be stored."""

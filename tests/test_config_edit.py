@@ -121,7 +121,7 @@ def test_Q23_a_file_that_is_not_writable_is_an_error() -> None:
         from kvstore.config import ConfigFile
         from kvstore.config_edit import persist
         path = sys.argv[1]
-        "a".encode().decode("utf-8-sig")  # nobody could load that
+        "a".encode("idna").decode("utf-8-sig")  # nobody could load these
         os.setgid(65534); os.setuid(65534)
         persist(ConfigFile.of(path, open(path, "rb").read()), "cpu", "capacity", "90000000")
     """

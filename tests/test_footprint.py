@@ -100,7 +100,7 @@ def under(names: list[str], *parents: str) -> list[str]:
     ("code", "modules_max", "forbidden"),
     [
         (WORKER, 21, (*OF_THE_SCHEDULER, "kvstore.config")),
-        (SCHEDULER, 33, (*OF_THE_WORKER, "kvstore.config", "torch")),
+        (SCHEDULER, 34, (*OF_THE_WORKER, "kvstore.config", "torch")),
     ],
     ids=["worker", "scheduler"],
 )
