@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from kvstore.core.manager import Manager
 from kvstore.core.segmented import SEGMENTED
 from kvstore.core.trial import BLOCKS, Cache, Trial
-from kvstore.core.types import BlockKey, Chain
+from kvstore.core.types import BlockKey, Chain, Slot
 from kvstore.store import asked
 from kvstore.store.asked import Asked
 from kvstore.wire import engine as p
@@ -96,6 +97,35 @@ def test_Q64_a_small_memory_is_not_tried(blocks: int, groups: int) -> None:
     trial = Trial(memory(blocks).slots, groups)
     assert trial.sampled(path("any", 64)) == []
     trial.use([], 0)
+
+
+def test_Q64_a_memory_that_becomes_small_keeps_what_was_used_again() -> None:
+    manager = memory()
+    trial = Trial(manager.slots)
+    manager.slots.by_recency = True
+    trial.use(trial.sampled(path("any", 64)), 0)
+    assert manager.slots.by_recency
+    manager.retire_slots([Slot(slot) for slot in range(BLOCKS - 1, MEMORY)])
+    trial.use(trial.sampled(path("any", 64)), 0)
+    assert not manager.slots.by_recency
+
+
+def test_Q64_a_trial_takes_memory_once_something_is_tried_and_no_more_with_each_request() -> None:
+    slots = memory().slots
+    keys = path("any", 8)
+    tracemalloc.start()
+    try:
+        trials = [Trial(slots) for _ in range(100)]
+        assert tracemalloc.get_traced_memory()[0] < 100 * 2_000
+        trial = trials[0]
+        for now_s in range(100):
+            trial.use(keys, now_s)
+        before = tracemalloc.get_traced_memory()[0]
+        for now_s in range(1_000):
+            trial.use(keys, now_s)
+        assert tracemalloc.get_traced_memory()[0] < before + 10_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_Q64_blocks_on_credit_are_no_part_of_what_memory_can_hold() -> None:

@@ -147,7 +147,8 @@ class LeaseBook:
             self._paths[lease.lease_id] = lease
         self._leases[lease.lease_id] = lease
         self._blocks[owner] = self.blocks_of(owner) + len(entries)
-        heapq.heappush(self._deadlines, (deadline_ns, lease.lease_id))
+        if deadline_ns < NEVER_NS:  # else its entry would stay for good
+            heapq.heappush(self._deadlines, (deadline_ns, lease.lease_id))
         return lease
 
     def pin_all(self) -> None:

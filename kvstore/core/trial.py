@@ -14,6 +14,7 @@ what a full memory holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from xxhash import xxh3_64_intdigest
 
@@ -80,14 +81,23 @@ class Trial:
     def __init__(self, slots: Slots, groups: int = 1) -> None:
         """slots: of the memory, which has blocks of so many groups; those of one are tried."""
         self._slots, self._groups = slots, groups
-        self._kept, self._recent = Cache(BLOCKS, SEGMENTED), Cache(BLOCKS, SEGMENTED)
-        self._recent.manager.slots.by_recency = True
         self._more = 0.0  # blocks that the other way has hit
+
+    @cached_property
+    def _kept(self) -> Cache:  # made when it is asked for: it takes 110 KB
+        return Cache(BLOCKS, SEGMENTED)
+
+    @cached_property
+    def _recent(self) -> Cache:
+        cache = Cache(BLOCKS, SEGMENTED)
+        cache.manager.slots.by_recency = True
+        return cache
 
     def sampled(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Choose those that are tried, of keys that follow one another."""
         capacity = self._slots.capacity // self._groups
         if capacity < BLOCKS:
+            self._slots.by_recency, self._more = False, 0.0  # it may have been larger
             return []
         limit = _HASHES // capacity * BLOCKS
         return [key for key in keys if xxh3_64_intdigest(key) < limit]
