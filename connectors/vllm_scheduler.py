@@ -321,6 +321,7 @@ class SchedulerSide:
 
     def build_meta(self, output: SchedulerOutput) -> StepMeta:
         """Plan a step's copies."""
+        self._said.tick()
         preempted = output.preempted_req_ids or ()
         handed_over: list[Any] = self.half.handed_over(preempted)
         for request in handed_over:

@@ -466,6 +466,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/core/slots.py": (("manager -k O20_each_grant", "self.generations.grow(found, 1)"),),
     "kvstore/core/leases.py": (
+        ("trial -k with_each_request", "if deadline_ns < NEVER_NS:", "if True:"),
         (
             "tiers -k O20_a_hit_does_not",
             "return self.blocks - self.blocks_of(PINS)",

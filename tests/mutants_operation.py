@@ -114,6 +114,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("check_serve", "for finding in notes(config):", "for finding in ():"),
         ("cli -k S6_streams", "    prepare_streams()\n", ""),
     ),
+    "kvstore/store/embedded.py": (("doors -k S6_a_private", "    prepare_streams()", "    pass"),),
     "kvstore/arguments.py": (
         (
             "bad_input",
@@ -470,7 +471,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "kvstore/core/trial.py": (
-        ("trial -k hits_more", "self._recent.manager.slots.by_recency = True", "pass"),
+        ("trial -k hits_more", "cache.manager.slots.by_recency = True", "pass"),
         ("trial -k hits_more", "if self._more > BLOCKS:", "if False:"),
         (
             "trial -k hits_more",
@@ -479,6 +480,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         ("trial -k an_eighth", " * (1 - len(keys) / _FADES)", ""),
         ("trial -k small_memory", "if capacity < BLOCKS:", "if False:"),
+        ("trial -k becomes_small", "self._slots.by_recency, self._more = False, 0.0", "pass"),
         ("trial -k stands_for", "self._slots.capacity // self._groups", "self._slots.capacity"),
         ("trial -k stands_for", "_HASHES // capacity * BLOCKS", "_HASHES"),
         ("trial -k handed_over", "cache.manager.slots.hands_over = slots.hands_over", "pass"),
@@ -536,6 +538,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "connectors/vllm_scheduler.py": (
         ("engine/adapter -k Q40_a_request", " and policy is not NOTHING", ""),
+        ("engine/adapter -k S2_lines_of", "        self._said.tick()\n", ""),
     ),
     "connectors/request_policy.py": (
         (

@@ -179,6 +179,22 @@ def test_S1_another_user_cannot_take_the_name_of_a_private_store(
     eventually(lambda: not taken(found))
 
 
+def test_S6_a_private_store_serves_an_engine_that_has_closed_its_standard_error() -> None:
+    engine = f"engine {secrets.token_hex(4)}"
+    code = f"""
+        import os
+        from kvstore import launch
+        from kvstore.store import admin
+        os.close(2)
+        assert os.open(os.devnull, os.O_RDONLY) == 2, "which the store does not get"
+        launch.ensure({engine!r}, 64 << 20)
+        print(len(admin.stats("engine:{engine}")))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    assert subprocess.run(command, check=False, stdout=subprocess.PIPE).stdout
+    eventually(lambda: not taken(launch.address_of(engine)))
+
+
 @as_root
 def test_S1_another_users_folder_is_not_used(
     open_folder: Path, monkeypatch: pytest.MonkeyPatch

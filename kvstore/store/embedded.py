@@ -7,6 +7,7 @@ import logging
 import socket
 import sys
 
+from kvstore.arguments import prepare_streams
 from kvstore.config import parse
 from kvstore.core.errors import KVStoreError
 from kvstore.listener import Listener
@@ -21,6 +22,7 @@ _LINE = "(kvstore pid=%(process)d) %(levelname)s %(asctime)s %(message)s"  # amo
 
 def main() -> None:
     """Run as the child of launch.ensure(): settings as JSON, then the socket and its lock."""
+    prepare_streams()  # an engine may have closed its own
     log_to_stderr(_LINE)
     config = parse(json.loads(sys.argv[1]), source="private store")
     sock, lock_fd = socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])

@@ -17,6 +17,7 @@ from connectors.partial_block import partial_block_of
 from connectors.step_meta import StepMeta
 from kvstore.core.errors import ConfigError, NotSupported
 from kvstore.core.types import GroupRule
+from kvstore.logs import LINES_MAX
 from kvstore.wire import engine as p
 from tests.engine.facts import IMPORTS_VLLM
 from tests.harness.script import Request, Script
@@ -461,6 +462,27 @@ def test_B17_a_tail_is_made_of_vllms_tokens() -> None:
     assert one is not None
     assert one == other
     assert len(one.hash) == len(request_of(40).block_hashes[0]), "as wide as vLLM's"
+
+
+def test_S2_lines_of_wrong_limits_that_were_left_out_are_counted_once_their_time_is_over(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from connectors import vllm_scheduler as compat
+
+    half: Any = SimpleNamespace(
+        on_new_request=lambda *_, **__: None,
+        limits_refused=lambda: None,
+        handed_over=lambda _: (),
+        build_meta=lambda _: None,
+    )
+    side = compat.SchedulerSide(half, None, STATES)
+    for _ in range(LINES_MAX + 7):
+        side.on_new_request(request_of(40, {"kv_load_tiers": 1}))
+    assert len(caplog.messages) == LINES_MAX
+    monkeypatch.setattr("kvstore.logs.WINDOW_NS", 0)
+    nothing = {"preempted_req_ids": None, "kv_connector_block_state": None}
+    side.build_meta(step(**nothing, num_scheduled_tokens={}))
+    assert caplog.messages[LINES_MAX:] == ["wrong limits: 7 more in the last 0 s"]
 
 
 # What a step gives new content, so that the fence knows it
