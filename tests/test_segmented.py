@@ -316,6 +316,20 @@ def test_Q64_in_one_order_what_was_used_or_stored_longest_ago_leaves_first(used_
     assert (rig.here("used"), rig.here("once")) == (([], [0]) if used_s == 1 else ([0], []))
 
 
+def test_Q64_what_is_next_to_leave_and_has_failed_below_is_in_the_order_once() -> None:
+    rig = Rig(10)
+    rig.put("other", 4)
+    rig.put("turn", 2)
+    keys, manager = rig.keys("turn", 4), rig.manager
+    end = manager.ready(keys[1])
+    assert end is not None
+    manager.slots.barely[end.slot] = 1
+    slots = manager.prepare_store(2)
+    assert manager.begin_promotions(keys[2:], keys[1:3], slots) == [0, 1]
+    manager.complete_promotions(slots, 1)
+    assert len(manager.prepare_store(10)) == 10, "all can leave"
+
+
 def test_Q64_in_one_order_too_of_what_comes_in_turns_the_first_part_stays() -> None:
     """20 sessions at a time, each turn 8 blocks longer, and room for half; by LRU .115."""
     rig = Rig(320)
