@@ -330,6 +330,22 @@ def test_Q64_what_is_next_to_leave_and_has_failed_below_is_in_the_order_once() -
     assert len(manager.prepare_store(10)) == 10, "all can leave"
 
 
+@pytest.mark.parametrize("by_recency", [False, True])
+def test_Q64_what_was_used_and_got_a_block_below_while_it_was_held_leaves_later(
+    by_recency: bool,
+) -> None:
+    rig = Rig(10)
+    rig.manager.slots.by_recency = by_recency
+    rig.put("used")
+    rig.use("used")
+    held = rig.manager.pin_run(rig.keys("used", 1))
+    rig.put("used", 2, 1)
+    rig.manager.unpin(held)
+    rig.put("other", 8)
+    assert len(rig.manager.prepare_store(3)) == 3
+    assert len(rig.manager.prepare_store(7, wanted=True)) == 7
+
+
 def test_Q64_in_one_order_too_of_what_comes_in_turns_the_first_part_stays() -> None:
     """20 sessions at a time, each turn 8 blocks longer, and room for half; by LRU .115."""
     rig = Rig(320)

@@ -255,6 +255,8 @@ class SegmentedLRU:
             while above is not None and above.next is None and evictable(above) and not above.kept:
                 yield above
                 above = above.parent
+            if above is not None and above.kept:  # it may have been pinned, and so in no order
+                self.freed(above)
         while wanted and (entry := self._pop()) is not None:
             if evictable(entry):
                 yield entry
