@@ -431,7 +431,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("load_or_compute -k O21_a_hit_with_many", "LOOKS_MAX // (1 + len(below))", "LOOKS_MAX"),
     ),
     "kvstore/core/segmented.py": (
-        ("segmented -k while_it_was_held", "                self.freed(above)\n", "pass\n"),
+        ("segmented -k while_it_was_held", "self.freed(above)", "pass"),
         ("segmented -k failed_below", "self._new.remove(entry)  # in", "pass  # in"),
         ("segmented -k Q64_what_comes_back_soon_is", "and self._stays(left):", "and 0:"),
         (

@@ -242,6 +242,7 @@ class SegmentedLRU:
             if self._kept_goes(coldest) and (entry := self._pop()) is not None:
                 if evictable(entry):
                     yield entry
+                    self.freed(entry.parent)  # it counts no child that was above when it was stored
                 else:  # new from now on, and found below what hangs from it, or with its last pin
                     skipped += 1
                 continue
@@ -255,11 +256,11 @@ class SegmentedLRU:
             while above is not None and above.next is None and evictable(above) and not above.kept:
                 yield above
                 above = above.parent
-            if above is not None and above.kept:  # it may have been pinned, and so in no order
-                self.freed(above)
+            self.freed(above)  # it may have been pinned, and so in no order
         while wanted and (entry := self._pop()) is not None:
             if evictable(entry):
                 yield entry
+                self.freed(entry.parent)
 
 
 def _kept_by(entry: Node) -> int:
