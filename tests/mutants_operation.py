@@ -225,6 +225,11 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/core/manager.py": (
         (
+            "tenants -k Q41_of_a_read",
+            "above_failed.append(entry.parent)",
+            "self._policy.freed(entry.parent)",
+        ),
+        (
             "manager -k copy",
             "if not entry.children:\n                    self._used_until_now(entry)",
         ),
@@ -432,7 +437,6 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/core/segmented.py": (
         ("segmented -k while_it_was_held", "self.freed(above)", "pass"),
-        ("segmented -k failed_below", "self._new.remove(entry)  # in", "pass  # in"),
         ("segmented -k Q64_what_comes_back_soon_is", "and self._stays(left):", "and 0:"),
         (
             "segmented -k Q64_what_takes_longer",

@@ -68,6 +68,22 @@ def test_Q40_no_tenant_finds_anothers_blocks() -> None:
     assert [rig.here(tenant, "same", 3) for tenant in "ab-"] == [3, 0, 0]
 
 
+def test_Q41_of_a_read_that_ends_in_the_middle_only_what_can_be_read_already_is_taken() -> None:
+    """The failed block's parent is not in the order before it has been told that it can be read."""
+    rig = Rig(10)
+    rig.limit("a", quota=1)
+    rig.put("a", "first")
+    keys, manager = rig.chain("a", "read", 3).keys(0, 3), rig.manager
+    slots = manager.prepare_store(3)
+    assert manager.begin_promotions(keys, [None, *keys[:2]], slots) == [0, 1, 2]
+    manager.take_changes()
+    manager.complete_promotions(slots, 2)
+    changes = manager.take_changes()
+    assert set(changes.removed) <= {rig.chain("a", "first").key(0, 0), *changes.added}
+    assert changes.removed[0] == rig.chain("a", "first").key(0, 0), "the coldest"
+    assert len(manager.prepare_store(10)) == 10, "all can leave"
+
+
 def test_Q41_a_tenant_beyond_its_quota_loses_its_own_coldest_blocks() -> None:
     rig = Rig(10)
     rig.put("b", "other", 2)

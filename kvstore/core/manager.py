@@ -263,6 +263,7 @@ class Manager:
         """End promotions, the first `done` of which have arrived; a slot's generation tells how."""
         outcomes: list[StoreOutcome] = []
         ready: list[Entry] = []
+        above_failed: list[Entry | None] = []
         granted, outdated = self.slots.granted, self._outdated
         retiring = self.slots.retiring  # what becomes ready there is dropped at once
         for at, slot in enumerate(slots):
@@ -283,11 +284,13 @@ class Manager:
                 self.index.remove(entry)
             entry.state = _DROPPED
             self.slots.vacate(slot, pinned=entry.pins > 0)
-            self._policy.freed(entry.parent)
+            above_failed.append(entry.parent)
             outcomes.append(StoreOutcome.ORPHAN if at < done else StoreOutcome.FAILED)
         self.slots.generations.grow([entry.slot for entry in ready], 1)
         for entry in ready:
             self._became_ready(entry)
+        for parent in above_failed:  # what has just become ready is in the order only now
+            self._policy.freed(parent)
         return outcomes
 
     def _became_ready(self, entry: Entry) -> None:

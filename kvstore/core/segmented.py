@@ -77,7 +77,6 @@ class SegmentedLRU:
         if above is not None and above.next is not None and not above.kept:
             self._new.remove(above)
         if barely[entry.slot]:
-            self._new.remove(entry)  # in the order already, if what was read below it has failed
             self._new.cool(entry)
         else:
             self._new.heat(entry)
