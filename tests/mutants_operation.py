@@ -436,6 +436,12 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("load_or_compute -k O21_a_hit_with_many", "LOOKS_MAX // (1 + len(below))", "LOOKS_MAX"),
     ),
     "kvstore/core/segmented.py": (
+        ("segmented -k stored_again", "self.freed(entry.parent)  # it", "pass  # it"),
+        (
+            "segmented -k stored_again",
+            "yield entry\n                self.freed(",
+            "yield entry\n                print(",
+        ),
         ("segmented -k while_it_was_held", "self.freed(above)", "pass"),
         ("segmented -k Q64_what_comes_back_soon_is", "and self._stays(left):", "and 0:"),
         (

@@ -346,6 +346,23 @@ def test_Q64_what_was_used_and_got_a_block_below_while_it_was_held_leaves_later(
     assert len(rig.manager.prepare_store(7, wanted=True)) == 7
 
 
+@pytest.mark.parametrize("by_recency", [False, True])
+def test_Q64_a_block_that_was_dropped_and_stored_again_leaves_after_what_is_below(
+    by_recency: bool,
+) -> None:
+    rig = Rig(10)
+    rig.put("path", 3)
+    rig.use("path", 3)
+    rig.manager.drop(rig.keys("path", 2)[1], "damaged")
+    rig.put("path", 2, 1)
+    assert rig.use("path", 3) == 3
+    rig.put("other", 7)
+    rig.use("other", 7)
+    rig.manager.slots.by_recency = by_recency
+    found = sum(len(rig.manager.prepare_store(10, wanted=True)) for _ in range(2))
+    assert found == 10, "a second search has what the first one has put in the order"
+
+
 def test_Q64_in_one_order_too_of_what_comes_in_turns_the_first_part_stays() -> None:
     """20 sessions at a time, each turn 8 blocks longer, and room for half; by LRU .115."""
     rig = Rig(320)
