@@ -24,7 +24,7 @@ ERRORS = (
     (Call.READ, Kind.EXTENTS, (errno.EIO,), "off"),
     (Call.WRITE, Kind.EXTENTS, (errno.EIO, *FULL, errno.EROFS), "read_only"),
     (Call.SYNC, Kind.EXTENTS, (errno.EIO,), "read_only"),
-    (Call.SPACE, Kind.EXTENTS, FULL, "read_only"),
+    (Call.SPACE, Kind.EXTENTS, (errno.EIO,), "read_only"),
     (Call.WRITE, Kind.INDEX, (errno.EIO, *FULL), "read_only"),
     (Call.SYNC, Kind.INDEX, (errno.EIO,), "read_only"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -168,6 +169,31 @@ def test_growing_brings_room_at_once(folder: Path) -> None:
         found.disk.resize(64 * MIB)
         found.fill(60)
         assert len(found.keys()) > 2 * small
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_file_system_that_refuses_an_extent_its_room_is_full_and_not_at_fault(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Of a quota, or of inodes, the free space tells nothing: it took no block any more."""
+    with shelf(settings_for(folder)) as found:
+        found.fill(4)
+
+        def refuse(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        for chain in range(10, 30):
+            assert found.put(chain, 0, 30).done == 30
+            assert found.disk.state == "ok"
+        assert found.whole(29, 30)
+        assert found.tier.space.counts["evicted"]
+        assert len(list(folder.glob("*.extent"))) == len(found.tier.space.extents)
+        monkeypatch.undo()
+        found.disk.attached.room._full_until_s = time.monotonic()
+        before = len(found.tier.space.extents)
+        found.fill(20)
+        assert len(found.tier.space.extents) > before
 
 
 # Jobs

@@ -119,6 +119,18 @@ def test_any_block_size_and_several_namespaces(tmp_path: Path) -> None:
         assert found.blocks["ok"].count in (18, 12, 6)
 
 
+def test_S2_an_extent_that_says_that_it_is_huge_fills_no_memory(settings: NvmeConfig) -> None:
+    """A list of its slots took 30 GiB, or ended the store before it served."""
+    (longer, *_) = sorted(Path(settings.path).glob("*.extent"))
+    os.truncate(longer, 8 << 40)
+    assert examine(settings).ok
+    with shelf(settings) as after:
+        held = after.tier.space.held.values()
+        assert sum(map(len, held)) == len(held) * settings.extent_bytes // SLOT_BYTES
+        assert after.disk.used_bytes < settings.capacity_bytes
+    assert readable(settings) == CHAINS * LENGTH
+
+
 def test_a_directory_without_blocks_is_in_order(tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "kv")
     with shelf(settings):

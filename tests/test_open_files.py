@@ -27,6 +27,7 @@ from tests.harness.live import LiveEngine, LiveStore, engine, eventually, store_
 from tests.harness.nvme_blocks import MIB, settings_for, shelf
 from tests.harness.nvme_trouble import wait
 from tests.harness.patience import WAIT_S
+from tiers.nvme import files
 from tiers.nvme.directory import Directory
 from tiers.nvme.refusals import refuse
 
@@ -37,8 +38,8 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     real = resource.getrlimit
 
     def limit(most: int) -> None:
-        files = {resource.RLIMIT_NOFILE: (most, most)}
-        monkeypatch.setattr(resource, "getrlimit", lambda what: files.get(what) or real(what))
+        limits = {resource.RLIMIT_NOFILE: (most, most)}
+        monkeypatch.setattr(resource, "getrlimit", lambda what: limits.get(what) or real(what))
 
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     return limit
@@ -147,6 +148,25 @@ def test_a_disk_is_full_while_no_file_can_be_opened_and_not_at_fault(
         room._full_until_s = time.monotonic()
         found.fill(20)
         wait(found, lambda: len(found.tier.space.extents) > 1)
+
+
+def test_an_extent_that_cannot_be_opened_once_it_is_made_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try left one, which nobody counted, beyond the capacity."""
+    opened = files.open_direct
+
+    def scarce(path: Path, *, make: bool = False, folder: int | None = None) -> int:
+        if not make:
+            raise OSError(24, "Too many open files")
+        return opened(path, make=make, folder=folder)
+
+    with shelf(settings_for(tmp_path / "kv")) as found:
+        found.put(0, 0, 5)
+        monkeypatch.setattr(files, "open_direct", scarce)
+        found.fill(20)
+        assert found.disk.state == "ok"
+        assert len(list((tmp_path / "kv").glob("*.extent"))) == 1
 
 
 def test_S6_a_disk_with_more_extents_than_files_can_be_opened_is_refused(

@@ -73,6 +73,7 @@ class Attached:
         self.generation = 1  # the highest that a write has had
         self.damage: TierIOError | None = None  # found while it was attached
         self._keeps_tokens = disk.keeps_tokens
+        self._extent_bytes = disk.settings.extent_bytes
         self._blocks_max = blocks_max_of(disk.capacity_bytes)
         self._todo: deque[DiskNamespace] = deque()  # to be loaded
         self._steps: Iterator[bool] | None = None  # of the loading that has begun
@@ -119,12 +120,12 @@ class Attached:
         self.directory.sweep(())
 
     def _open_extents(self) -> None:
-        extents = self.index.opened.extents
+        extents, extent_bytes = self.index.opened.extents, self._extent_bytes
         self.spaces = spaces_of(extents)
         for number, (slot_bytes, digest) in extents.items():
             self.next_extent = max(self.next_extent, number + 1)
             try:
-                file = self.directory.open_extent(number, slot_bytes)
+                file = self.directory.open_extent(number, slot_bytes, extent_bytes)
                 self.spaces[digest].extents[number] = file
             except FileNotFoundError:
                 log.error("%s and its blocks are lost", self.directory.extent(number))

@@ -37,6 +37,7 @@ _READ_BYTES = 1 << 20
 # Others need room, too, and a file system that is full to the brim is slow.
 SPARE_BYTES = 64 << 20
 SPARE_PART = 100
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Look(NamedTuple):
@@ -224,12 +225,26 @@ class Directory:
             raise TierFull(
                 f"an extent takes {extent_bytes} bytes, the file system has {free_bytes}"
             )
-        ExtentFile.make(self.extent(number), extent_bytes, self._fd)
-        return ExtentFile(self.extent(number), slot_bytes, extent_bytes, self._fd)
+        try:
+            ExtentFile.make(self.extent(number), extent_bytes, self._fd)
+        except OSError as exc:
+            if exc.errno in _FULL:
+                raise TierFull(f"the file system refuses it: {exc.strerror}") from exc
+            raise
+        try:
+            return ExtentFile(self.extent(number), slot_bytes, extent_bytes, self._fd)
+        except OSError:  # no descriptor is left, say
+            self.remove_extent(number)
+            raise
 
-    def open_extent(self, number: int, slot_bytes: int) -> ExtentFile:
-        """Open an extent that is there. Raises OSError."""
-        size = os.stat(self.extent(number).name, dir_fd=self._fd, follow_symlinks=False).st_size
+    def open_extent(self, number: int, slot_bytes: int, extent_bytes: int) -> ExtentFile:
+        """Open an extent that is there. Raises OSError.
+
+        extent_bytes: a file that says that it is longer counts for what it takes on disk; there is
+        a list of its slots in memory.
+        """
+        found = os.stat(self.extent(number).name, dir_fd=self._fd, follow_symlinks=False)
+        size = min(found.st_size, max(extent_bytes, found.st_blocks * 512))
         return ExtentFile(self.extent(number), slot_bytes, size, self._fd)
 
     def remove_extent(self, number: int) -> None:

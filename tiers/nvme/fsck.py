@@ -33,6 +33,7 @@ from tiers.nvme.namespace import POSITION, DiskNamespace, Loading
 from tiers.nvme.tier import RUN_BYTES_MAX
 
 LOCK_WAIT_S = 1.0
+EXTENT_BYTES = 64 << 30  # no file with holes is taken to be longer
 READERS = 8  # disks are flat beyond
 _BATCH_RUNS = 8 * READERS  # which a Ctrl-C waits for
 # That an extent cannot be opened for one of these says nothing about it.
@@ -153,7 +154,7 @@ class Known:
     def _open(self, number: int, slot_bytes: int) -> ExtentFile | None:
         """Return None when it is not there. Raises TierError for a cause outside of it."""
         try:
-            return self._volume.open_extent(number, slot_bytes)
+            return self._volume.open_extent(number, slot_bytes, EXTENT_BYTES)
         except OSError as exc:
             if exc.errno in _NOT_ITS_FAULT:
                 path = self._volume.extent(number)

@@ -6,10 +6,11 @@ loading    read where  a start, or a return to the directory  all records of the
            known
 ok         read and    any other
            written
-read_only  read        a write, a commit or the making of an  a page could be written, durably
-                       extent failed (ENOSPC, EDQUOT, EROFS,
-                       EIO), or does not come back; the file
-                       system is mounted read-only
+read_only  read        a write or a commit failed (ENOSPC,    a page could be written, durably
+                       EDQUOT, EROFS, EIO), or the making of
+                       an extent did, not for its room; one
+                       does not come back; the file system is
+                       mounted read-only
 off        misses      reads failed in a row, or none comes   the directory was opened again and
                        back; the directory is gone, another   is the same one
                        one, or may not be used (EACCES,
