@@ -10,6 +10,15 @@ OPS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "tiers/nvme/attached.py": (("turns -k S4_a_disk_forgets", "self._left.update(space.counts)"),),
+    "tiers/nvme/directory.py": (
+        ("open_files -k once_it_is_made", "self.remove_extent(number)\n            raise", "raise"),
+        ("nvme_extent_allocator -k refuses", "if exc.errno in _FULL:", "if False:"),
+        (
+            "nvme_fsck -k S2_an_extent",
+            "min(found.st_size, max(extent_bytes, found.st_blocks * 512))",
+            "found.st_size",
+        ),
+    ),
     "tiers/nvme/extent_allocator.py": (
         ("open_files -k S5_a_disk", "fits = fits and open_files < self._disk.extents_max"),
         ("open_files -k a_disk_is_full", " or scarce(made):", ":"),
