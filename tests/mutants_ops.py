@@ -10,6 +10,9 @@ OPS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "tiers/nvme/attached.py": (("turns -k S4_a_disk_forgets", "self._left.update(space.counts)"),),
+    "tiers/nvme/files.py": (
+        ("nvme_fsck -k S2_an_index", "if exc.errno == errno.ENXIO:", "if False:"),
+    ),
     "tiers/nvme/directory.py": (
         ("open_files -k once_it_is_made", "self.remove_extent(number)\n            raise", "raise"),
         ("nvme_extent_allocator -k refuses", "if exc.errno in _FULL:", "if False:"),

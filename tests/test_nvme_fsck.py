@@ -131,6 +131,19 @@ def test_S2_an_extent_that_says_that_it_is_huge_fills_no_memory(settings: NvmeCo
     assert readable(settings) == CHAINS * LENGTH
 
 
+def test_S2_an_index_with_a_huge_hole_holds_nothing_up(settings: NvmeConfig) -> None:
+    """All of the hole was read: fsck took an hour, and so did a start that found damage."""
+    file = index(settings)
+    os.truncate(file, 8 << 40)
+    assert examine(settings).ok
+    assert readable(settings) == CHAINS * LENGTH
+    with file.open("r+b") as data:
+        data.write(os.urandom(8192))
+    with shelf(settings) as after:
+        assert not after.keys()
+        assert after.put(0, 0, 5).done == 5
+
+
 def test_a_directory_without_blocks_is_in_order(tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "kv")
     with shelf(settings):

@@ -26,14 +26,13 @@ from typing import NamedTuple
 
 from kvstore.core.errors import ConfigError, TierFull, TierIOError
 from kvstore.owned_files import open_file, refuse_folder
-from tiers.nvme.files import ExtentFile
+from tiers.nvme.files import ExtentFile, read_through
 from tiers.nvme.messages import FOLDER
 
 _LOCK = "lock"
 _PROBE = "probe"
 _ASIDE = f"{FOLDER}.damaged-"
 EXTENT = re.compile(r"[0-9]{6,}\.extent")
-_READ_BYTES = 1 << 20
 # Others need room, too, and a file system that is full to the brim is slow.
 SPARE_BYTES = 64 << 20
 SPARE_PART = 100
@@ -203,8 +202,7 @@ class Directory:
         with contextlib.suppress(FileNotFoundError):
             fd = self._open_index(os.O_RDONLY)
             try:
-                while os.read(fd, _READ_BYTES):
-                    pass
+                read_through(fd)
             finally:
                 os.close(fd)
 

@@ -21,6 +21,7 @@ from kvstore.owned_files import open_file
 
 PAGE_BYTES = 4096
 RUN_BLOCKS_MAX = 256  # a vectored call takes up to 1,024 pieces
+_READ_BYTES = 1 << 20
 _buffers = threading.local()
 T = TypeVar("T")
 
@@ -154,6 +155,25 @@ class ExtentFile:
         """Make all that is written durable. Raises OSError, TierIOError when it was closed."""
         with self as fd:
             os.fdatasync(fd)
+
+
+def read_through(fd: int) -> None:
+    """Read a file once, for the errors that it has; its holes, which may be long, have none.
+
+    Raises OSError.
+    """
+    end = 0
+    while True:
+        try:
+            at = os.lseek(fd, end, os.SEEK_DATA)
+        except OSError as exc:
+            if exc.errno == errno.ENXIO:  # the rest is a hole, or there is none
+                return
+            raise
+        end = os.lseek(fd, at, os.SEEK_HOLE)
+        os.lseek(fd, at, os.SEEK_SET)
+        while at < end:
+            at += len(os.read(fd, min(_READ_BYTES, end - at))) or end
 
 
 def runs_of(items: Iterable[T], place: Callable[[T], int], longest: int) -> Iterator[list[T]]:

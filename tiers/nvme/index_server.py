@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import lmdb
 
+from tiers.nvme.files import read_through
 from tiers.nvme.messages import (
     BLOCKS,
     EXTENTS,
@@ -339,8 +340,7 @@ def _read_plain(file: Path) -> None:
     if file.stat().st_size == 0:
         raise lmdb.CorruptedError("it is empty")
     with file.open("rb", buffering=0) as content:
-        while content.read(_CHUNK_BYTES):
-            pass
+        read_through(content.fileno())
 
 
 class IndexServer:
