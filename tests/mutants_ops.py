@@ -39,7 +39,9 @@ OPS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "min(self.capacity_bytes, self.extents_max * self.extent_bytes)",
             "self.capacity_bytes",
         ),
+        ("cpu_tier -k Q22_memory", "contextlib.suppress(BufferError)", "contextlib.nullcontext()"),
     ),
+    "tiers/nvme/block_io.py": (("nvme_block_io -k Q22", ".with_traceback(None)", ""),),
     "kvstore/check.py": (("open_files -k S6_check", "if count > most:"),),
     "kvstore/open_files.py": (
         ("open_files -k all_files", "resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))"),

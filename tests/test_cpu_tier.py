@@ -7,6 +7,7 @@ import mmap
 import os
 import resource
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -104,6 +105,19 @@ def test_the_bytes_outlive_the_store_where_they_are_mapped() -> None:
     with mmap.mmap(made.fd, made.bytes) as seen:
         made.close()
         assert seen[:4] == b"kept"
+
+
+def test_Q22_memory_is_given_back_while_somebody_keeps_a_view(pool: CpuMemory) -> None:
+    """A tier of others may, after its job: it counts no more, and is unmapped with the view."""
+    assert pool.request("a", SLOT_BYTES)
+    ((_, made),) = wait_for(pool)
+    assert isinstance(made, CpuExtent)
+    before, view, mapped = descriptors(), made.slot(0), weakref.ref(made._map)
+    view[:4] = b"kept"
+    pool.release(made)
+    assert (pool.used_bytes, bytes(view[:4])) == (0, b"kept")
+    del made, view
+    assert (mapped(), descriptors()) == (None, before - 2)
 
 
 def test_a_slot_that_does_not_fit_is_refused_with_both_numbers() -> None:

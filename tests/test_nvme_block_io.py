@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import threading
@@ -16,6 +17,7 @@ import pytest
 from kvstore.config import NvmeConfig
 from kvstore.testing import SLOT_BYTES, content
 from tests.harness.nvme_blocks import MIB, shelf
+from tests.harness.nvme_trouble import raise_eio
 from tests.harness.patience import WAIT_S
 from tiers.nvme import block_io
 from tiers.nvme.block_io import Move, ThreadMover
@@ -180,6 +182,26 @@ def test_O15_a_bug_in_one_move_is_its_error(
     results = run_all(mover, moves, fail=True)
     assert {m.position for m in results if m.error is not None} == {4, 7}
     assert len(results) == 12
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_Q22_a_move_that_failed_keeps_no_memory(
+    mover: Mover, extent: ExtentFile, monkeypatch: pytest.MonkeyPatch, *, store: bool
+) -> None:
+    """Its error is kept, and is in a circle that no collection looks for."""
+    memory = mmap.mmap(-1, MOVED_SLOTS * SLOT_BYTES)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", raise_eio)
+        patched.setattr(os, "preadv", raise_eio)
+        move = a_move(extent, 0, cut(memoryview(memory))[:4], store=store)
+        gc.disable()
+        try:
+            (failed,) = run_all(mover, [move], fail=True)
+            assert isinstance(failed.error, OSError)
+            failed.blocks.clear()  # as a tier does
+            memory.close()
+        finally:
+            gc.enable()
 
 
 def test_reads_go_before_writes(mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections import Counter
 
 import pytest
 
+from tests.harness.patience import WAIT_S
 from tiers import runner
 from tiers.runner import NOTHING, Runner
 
@@ -71,4 +74,24 @@ def test_a_result_that_nobody_asks_for_is_not_kept() -> None:
         made.submit(job)
     made.drain()
     assert made.poll() == ["said"]
+    made.close()
+
+
+def test_a_thread_that_waits_keeps_no_job() -> None:
+    """A job may have views of memory that is to be given back."""
+
+    class Job:
+        pass
+
+    made: Runner[Job, Job] = Runner("test", lambda job: job, lambda job, _: job)
+    job = Job()
+    kept = weakref.ref(job)
+    made.submit(job)
+    made.drain()
+    assert made.poll() == [job]
+    del job
+    end = time.monotonic() + WAIT_S
+    while kept() is not None:
+        assert time.monotonic() < end, "it is kept"
+        time.sleep(0.001)
     made.close()

@@ -102,10 +102,14 @@ class CpuExtent:
         return numa.nodes_of(address, self.bytes)
 
     def close(self) -> None:
-        """Unmap here; the memory goes when every process has unmapped."""
+        """Unmap here, or once the last view is gone that somebody keeps of a slot.
+
+        The memory goes when every process has unmapped.
+        """
         self.generations.release()
         self._view.release()
-        self._map.close()
+        with contextlib.suppress(BufferError):  # there is such a view: the map goes with it
+            self._map.close()
         os.close(self.fd)
 
 

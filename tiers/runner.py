@@ -114,24 +114,29 @@ class Runner(Generic[J, R]):
             self._changed.wait(self._again[0][0] - now if self._again else None)
 
     def _loop(self) -> None:
-        while True:
-            with self._changed:
-                job = self._next()
-            if job is None:
-                return
-            try:
-                result: R | Nothing | None = self._work(job)
-            except Exception as exc:  # a bug in a tier must still release the job's slots
-                log.exception("a job raised")
-                result = self._failed(job, exc)
-            with self._changed:
-                if result is None:
-                    self._again.append((time.monotonic() + AGAIN_S, job))
-                    self._changed.notify_all()
-                    continue
-                if result is not NOTHING:
-                    self._results.append(result)
-                self.open -= 1
+        while self._do_next():  # whose variables are gone while a thread waits
+            pass
+
+    def _do_next(self) -> bool:
+        """Wait for a job, and call work once; False when closed and nothing is left."""
+        with self._changed:
+            job = self._next()
+        if job is None:
+            return False
+        try:
+            result: R | Nothing | None = self._work(job)
+        except Exception as exc:  # a bug in a tier must still release the job's slots
+            log.exception("a job raised")
+            result = self._failed(job, exc)
+        with self._changed:
+            if result is None:
+                self._again.append((time.monotonic() + AGAIN_S, job))
                 self._changed.notify_all()
-            if self._told is not None:
-                self._told()
+                return True
+            if result is not NOTHING:
+                self._results.append(result)
+            self.open -= 1
+            self._changed.notify_all()
+        if self._told is not None:
+            self._told()
+        return True

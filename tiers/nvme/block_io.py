@@ -110,7 +110,7 @@ class ThreadMover(Generic[R]):
 
 
 def _failed(run: R, error: Exception) -> R:
-    run.error = error
+    run.error = error.with_traceback(None)  # whose frames would keep the blocks in memory
     return run
 
 
