@@ -498,6 +498,22 @@ def test_Q64_a_copy_to_a_lower_tier_is_no_use() -> None:
     assert not rig.here("copied", 3)
 
 
+@pytest.mark.parametrize("used", [0, 2])
+def test_Q64_what_hangs_above_a_kept_block_again_leaves_after_it(used: int) -> None:
+    """A block was damaged, and stored again: it does not count those below it that are kept."""
+    rig = Rig(4)
+    for name, count in (("path", 3), ("other", 1)):
+        rig.put(name, count)
+        rig.use(name, count)
+    rig.manager.drop(rig.keys("path", 3)[1], "damaged")
+    rig.put("path", 2, first=1)
+    rig.use("path", used)
+    assert [rig.use("path", 3) for _ in range(2)] == [3, 3]
+    rig.use("other")
+    granted = [len(rig.manager.prepare_store(count, wanted=True)) for count in (4, 4)]
+    assert sum(granted) == 4, "the rest is in no order, and never leaves"
+
+
 def test_Q64_a_lease_that_ends_after_a_clear_keeps_nothing() -> None:
     rig = Rig()
     rig.put("cleared", 4)
