@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
+    "kvstore/core/index.py": (("policies -k hang_below_again", "self.covered(parent)", "pass"),),
+    "kvstore/core/manager.py": (
+        ("policies -k hang_below_again", "Index(self.index.covered)", "Index()"),
+    ),
     "connectors/request_lookups.py": (
         (
             "lease_queue -k hears_of_the_cap",

@@ -14,7 +14,7 @@ from hypothesis.stateful import invariant
 from kvstore import cli
 from kvstore.core.errors import ConfigError
 from kvstore.core.index import Node
-from kvstore.core.leases import Generations
+from kvstore.core.leases import NEVER_NS, Generations
 from kvstore.core.manager import Manager
 from kvstore.core.policy import MakePolicy, PluginOrder
 from kvstore.core.types import BlockKey, Chain, GroupRule, Slot
@@ -178,6 +178,30 @@ def test_Q66_a_block_that_others_are_read_below_has_left() -> None:
     assert [block.key for block in made[0].blocks] == []
     manager.complete_promotions(slots, 2)
     assert [block.key for block in made[0].blocks] == [keys[1]]
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_Q66_a_block_that_others_hang_below_again_has_left(cleared: bool) -> None:
+    """What hung below a block that was dropped hangs below its next copy, once both are loaded."""
+    made: list[NewestFirst] = []
+
+    def make(blocks: Callable[[], int]) -> NewestFirst:
+        made.append(NewestFirst(blocks))
+        return made[-1]
+
+    memory = Memory(make, 8)
+    manager, chain = memory.manager, memory.chain(1, 2)
+    if cleared:
+        memory.store(memory.chain(3))
+        manager.clear()
+    memory.store(chain)
+    manager.drop(chain.key(0, 0), "discard")
+    memory.store(memory.chain(1))
+    lease = manager.prepare_load(chain, 2, 1, NEVER_NS)
+    assert lease is not None
+    assert [block.key for block in made[0].blocks] == []
+    manager.complete_load(lease.lease_id)
+    assert [block.key for block in made[0].blocks] == [chain.key(0, 1)]
 
 
 class PluginMachine(ManagerMachine):

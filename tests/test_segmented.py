@@ -514,6 +514,21 @@ def test_Q64_what_hangs_above_a_kept_block_again_leaves_after_it(used: int) -> N
     assert sum(granted) == 4, "the rest is in no order, and never leaves"
 
 
+def test_Q64_what_hangs_above_a_block_that_was_pinned_as_its_turn_came_leaves_after_it() -> None:
+    """It was being copied to a lower tier, as was the one above."""
+    rig = Rig(4)
+    for name, count in (("path", 2), ("other", 1), ("last", 1)):
+        rig.put(name, count)
+        rig.use(name, count)
+    copied = [rig.manager.pin(key) for key in rig.keys("path", 2)]
+    rig.manager.give_back(rig.manager.prepare_store(2, wanted=True))
+    rig.manager.unpin([entry for entry in copied if entry is not None], used=False)
+    rig.put("new")
+    rig.put("newer")
+    granted = [len(rig.manager.prepare_store(count, wanted=True)) for count in (4, 4)]
+    assert sum(granted) == 4, "the rest is in no order, and never leaves"
+
+
 def test_Q64_a_lease_that_ends_after_a_clear_keeps_nothing() -> None:
     rig = Rig()
     rig.put("cleared", 4)

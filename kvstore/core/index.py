@@ -14,7 +14,7 @@ whoever plans a load verifies every block of the chain, so a hole costs hits, ne
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain as chained
 from typing import NamedTuple
 
@@ -120,8 +120,9 @@ class Path(NamedTuple):
 class Index:
     """Finds entries by key and keeps the count of children."""
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, covered: Callable[[Entry], None] = lambda _: None) -> None:
+        """Start empty. covered(): what was cut off hangs below an entry again."""
+        self.covered = covered
         self._tables: list[dict[bytes, Entry]] = [{} for _ in range(TABLES)]
         self.holes = 0  # dropped entries that still have children; > 0 makes lookups linear
 
@@ -228,6 +229,7 @@ class Index:
             entry.parent = parent
             if parent is not None:
                 parent.children += 1
+                self.covered(parent)
 
     def prefix(
         self, chain: Chain, group: int, limit: int, *, coming: bool = True

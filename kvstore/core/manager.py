@@ -71,7 +71,7 @@ class Manager:
         """
         self.rules = tuple(rules)
         self._one_full = [rule.trailing for rule in rules] == [None]
-        self.index = Index()
+        self.index = Index(lambda entry: self._policy.covered(entry))  # noqa: PLW0108 - which may change
         self.leases = LeaseBook()
         self.evictions: Counter[str] = Counter()  # of blocks, by reason; may be emptied
         self.slots = Slots(generations)
@@ -519,7 +519,7 @@ class Manager:
                 entry.state, entry.parent, self._outdated[slot] = state, None, entry
         self._policy.clear()
         self._cleared.append(self.index)
-        self.index = Index()
+        self.index = Index(self.index.covered)
 
     @property
     def clearing(self) -> bool:
