@@ -42,7 +42,7 @@ have = command -v $(1) >/dev/null || { [[ $$(id -u) == 0 ]] && command -v apt-ge
     && { $(APT) install --no-install-recommends $(or $(2),$(1)) \
         || { $(APT) update && $(APT) install --no-install-recommends $(or $(2),$(1)); }; }; } >/dev/null 2>&1 </dev/null
 
-.PHONY: help setup demo demo-pd test test-fast test-long test-long-engines test-long-handover test-crash sim sim-fleet fuzz mutants gpu check format bench clean
+.PHONY: help setup demo demo-pd test test-fast test-long test-long-engines test-long-handover test-crash test-ceph sim sim-fleet fuzz mutants gpu check format bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' \
@@ -116,6 +116,11 @@ gpu: ## what only a GPU can show, figures too, into RESULTS (gpu-results); sets 
 test-crash: $(READY) ## part of test-long: disks killed 300 times, 1,000 power cuts, bits of 200 indexes flipped
 	KVSTORE_KILLS=300 KVSTORE_CUTS=1000 KVSTORE_BITS=200 $(PY) -m pytest tests/test_nvme_kills.py \
 	    tests/test_nvme_power.py tests/test_nvme_bits.py tests/test_nvme_fsck.py
+
+test-ceph: $(READY) ## optional: the bucket's tests on Ceph's S3 gateway (Debian's radosgw and ceph-osd)
+	@$(call have,radosgw) && $(call have,ceph-osd) && $(call have,ceph-mon) && $(call have,ceph,ceph-common) \
+	    || { echo "make: radosgw, ceph-mon, ceph-osd and ceph are needed, and cannot be installed here" >&2; exit 1; }
+	KVSTORE_S3=ceph $(PY) -m pytest tests/test_object_*.py tests/engine/test_object.py
 
 check: $(READY) ## ruff, formatting, mypy
 	@failed=0; \

@@ -1,4 +1,7 @@
-"""A real S3 server (moto) as a process, and a proxy before it that makes its answers bad."""
+"""A real S3 server as a process, and a proxy before it that makes its answers bad.
+
+The server is moto's, or with KVSTORE_S3=ceph the gateway of a Ceph cluster (`make test-ceph`).
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ import obstore
 from botocore.config import Config as BotoConfig
 from obstore.store import from_url
 
+from tests.harness.ceph import Ceph
 from tests.harness.patience import WAIT_S
 
 CREDENTIALS = {
@@ -30,17 +34,24 @@ CREDENTIALS = {
 }
 BUCKET = "kv-tests"
 URL = f"s3://{BUCKET}/cluster"
+OF_CEPH = os.environ.get("KVSTORE_S3") == "ceph"
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
 
 
 class S3Server:
     """Runs until the block ends."""
 
     def __init__(self) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
+        self.port = _free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
+        self.ceph: Ceph | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -55,25 +66,31 @@ class S3Server:
 
     def start(self) -> None:
         """Start it, empty, with the bucket."""
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ
-        )
+        if OF_CEPH:
+            self.ceph = Ceph(self.port, _free_port())
+            self.process = self.ceph.gateway
+        else:
+            command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ
+            )
         end_s = time.monotonic() + WAIT_S
         while True:
             with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
                 break
-            assert self.process.poll() is None, "moto.server has ended"
-            assert time.monotonic() < end_s, "moto.server does not listen"
+            assert self.process.poll() is None, "the server has ended"
+            assert time.monotonic() < end_s, "the server does not listen"
             time.sleep(0.05)
         self.api.create_bucket(Bucket=BUCKET)
 
     def kill(self) -> None:
         """End it at once; it forgets all objects."""
-        if self.process is not None:
+        if self.ceph is not None:
+            self.ceph.kill()
+        elif self.process is not None:
             self.process.kill()
             self.process.wait()
-            self.process = None
+        self.ceph = self.process = None
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

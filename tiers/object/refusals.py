@@ -12,7 +12,7 @@ from kvstore.units import one_line
 
 LOOK_S = 3.0
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
-_QUOTA = re.compile(r"x-rgw-quota-bucket-(size|objects)", re.IGNORECASE)
+_QUOTA = re.compile(r"x-rgw-quota-(user|bucket)-(size|objects)", re.IGNORECASE)
 
 
 def refuse(config: ObjectConfig) -> None:
