@@ -55,26 +55,6 @@ def test_Q73_Q76_a_bucket_at_its_quota_is_read_only_until_there_is_room(
     server.ceph.bound(QUOTA, "bucket", BUCKET)
     said = f"quota: x-rgw-quota-bucket-size {QUOTA}"
     found = [finding.level for finding in examine(config) if finding.text == said]
-    assert found == [attached.content(block) for block in chain[: len(found)]], "wrong bytes"
-    states = admin.stats(f"unix://{store.path}", timeout_s=WAIT_S)
-    (state,) = [
-        stat.labels["state"]
-        for stat in states
-        if stat.name == "kvstore_tiers" and stat.labels["tier"] == "object" and stat.value
-    ]
-    return state
-
-
-def test_Q73_Q76_a_bucket_at_its_quota_is_read_only_until_there_is_room(
-    server: S3Server, tmp_path: Path
-) -> None:
-    bucket = {"url": URL, "endpoint": server.endpoint, "timeout": "25s"}
-    config = store_settings(tmp_path, object=bucket)
-    assert server.ceph is not None
-    server.ceph.bound(QUOTA, "bucket", BUCKET)
-    found = [
-        f.level for f in examine(config) if f.text == f"quota: x-rgw-quota-bucket-size {QUOTA}"
-    ]
     assert found == [Level.OK]
     prompts = [hashes(4, f"prompt {number}") for number in range(4)]  # of 1 MiB each
     with LiveStore(config) as store, engine(store) as attached:
