@@ -176,8 +176,8 @@ def goes_on(both: tuple[Mortal, Mortal], reference: Reference, seed: int) -> Non
     prefill, decode = both
     for node in both:
         node.attached()
-    fresh = Asked(prefill, reference, seed, 2)
-    assert fresh.go_on(decode)["kvstore_hit_tokens{peer}"] > 0
+    found = Asked(prefill, reference, seed, 2).go_on(decode)
+    assert found.get("kvstore_hit_tokens{peer}"), found
 
 
 # What comes too late
