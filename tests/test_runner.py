@@ -68,6 +68,25 @@ def test_who_waits_is_told_of_work_that_is_not_over() -> None:
     assert made.poll() == ["copy"]
 
 
+def test_a_panic_of_a_client_in_rust_is_a_result() -> None:
+    """It is no Exception. The thread goes on, or the job's slots would stay pinned."""
+
+    class PanicException(BaseException):
+        pass
+
+    def work(job: str) -> str:
+        if job == "panic":
+            raise PanicException("capacity overflow")
+        return job
+
+    made: Runner[str, str] = Runner("test", work, lambda _, error: repr(error))
+    for job in ("panic", "next"):
+        made.submit(job)
+    assert made.wait(lambda: made.open == 0, WAIT_S)
+    assert made.poll() == ["RuntimeError(\"PanicException('capacity overflow')\")", "next"]
+    made.close()
+
+
 def test_a_result_that_nobody_asks_for_is_not_kept() -> None:
     made: Runner[str, str] = Runner("test", lambda job: NOTHING if job == "quiet" else job, failed)
     for job in ("quiet", "said", "quiet"):

@@ -125,9 +125,10 @@ class Runner(Generic[J, R]):
             return False
         try:
             result: R | Nothing | None = self._work(job)
-        except Exception as exc:  # a bug in a tier must still release the job's slots
-            log.exception("a job raised")
-            result = self._failed(job, exc)
+        except BaseException as exc:  # a bug must still release the job's slots: also one in Rust,
+            log.exception("a job raised")  # whose panic is no Exception
+            known = exc if isinstance(exc, Exception) else RuntimeError(repr(exc))
+            result = self._failed(job, known)
         with self._changed:
             if result is None:
                 self._again.append((time.monotonic() + AGAIN_S, job))
