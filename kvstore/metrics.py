@@ -44,7 +44,7 @@ _EVENTS_OF = {MEMORY: (), NVME: (*TIER_EVENTS, *DISK_EVENTS), PEER: READ_EVENTS}
 # Of requests to a bucket: what was asked for, and how that ended.
 OBJECT_EVENTS = tuple(
     f"{verb}_{outcome}"
-    for verb in ("head", "get", "put", "delete")
+    for verb in ("head", "get", "put")
     for outcome in ("ok", "missing", "refused", "corrupt", "timeout", "error", "unsent")
 )
 FETCHED_TIERS = ("gpu", "cpu", "nvme", "prefill", "other")

@@ -49,7 +49,6 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_tier -k Q72_a_bucket", "if self.health.off and self.health.reads.may_try(now_s):"),
         ("object_tier -k Q72_a_refusal", "asked=not request.changes", "asked=True"),
         ("object_tier -k Q72_a_refusal", 'f"{text} ({_TO_LIST})"', "text"),
-        ("object_tier -k Q72_a_refused_d", "if request.verb != DELETE:", "if True:"),
         ("object_tier -k Q74_a_put_that_asks", "now_ns, 2 - anew", "now_ns"),
         ("object_tier -k Q74_questions", "self._crowded or", ""),
         ("object_tier -k Q74_questions", "count >= LOOKS_MIN and", ""),
@@ -57,12 +56,13 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_tier -k Q74_a_day", "or not self.budget.left(now_ns)", ""),
         ("object_tier -k Q74_a_second", "if self._left < 1:"),
         ("object_tier -k Q74_a_second", " or not self._rate.take(now_ns)", ""),
-        ("object_tier -k Q71_an_object", "if size != request.size:", "if size < request.size:"),
+        ("object_tier -k Q71_an_object", "size != request.size:", "size < request.size:"),
     ),
     "tiers/object/known.py": (
         ("object_tier -k Q74_what_is_known", "while len(self._places) > BLOCKS_MAX:"),
         ("object_tier -k Q74_what_is_known", "if len(self._absent) >= ABSENT_MAX:"),
         ("object_tier -k Q74_what_is_known", "now_ns - run.seen_ns < THERE_NS", "True"),
+        ("object_tier -k Q70_after_one", " and run.seen_ns > self._gone_ns", ""),
         ("object_tier -k Q77", "if self.cleared or now_ns <", "if now_ns <"),
     ),
     "tiers/object/search.py": (
@@ -82,9 +82,10 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         (
             "object_tier -k Q71_a_damaged",
-            "            self._destroy(run)\n        elif",
+            "            self._known.absent(run.name, self._now_ns + DAMAGED_NS)\n        elif",
             "            pass\n        elif",
         ),
+        ("object_tier -k Q71_a_page", "MISSING: False, CORRUPT: False", "MISSING: False"),
         (
             "object_tier -k Q72_a_bucket",
             " or self._bucket.health.off:\n            return _MISS",

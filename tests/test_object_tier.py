@@ -268,20 +268,43 @@ def test_Q71_stores_with_other_blocks_share_nothing(s3: S3Server) -> None:
 
 @pytest.mark.parametrize("secret", [None, SECRET])
 @pytest.mark.parametrize("fault", ["short", "long", "flip", "other"])
-def test_Q71_a_damaged_object_is_a_miss_and_deleted(
+def test_Q71_a_damaged_object_is_a_miss_and_put_anew(
     s3: S3Server, proxy: Proxy, fault: str, secret: bytes | None
 ) -> None:
+    """It stays: what damages it may be on the way to this store, and others can read it."""
     path = chain(4)
-    with Rig(proxy.endpoint, secret=secret) as rig:
+    with Rig(s3.endpoint, secret=secret) as other, Rig(proxy.endpoint, secret=secret) as rig:
         rig.put(path, 4)
         proxy.always(fault, "GET")
         result = rig.load(path.keys_at(0, range(4)))
         assert isinstance(result.error, BlockCorrupt)
         assert result.done < 4
+        rig.tier.discard(path.keys(0, 1))  # as the store does
         assert rig.tier.lookup(path.key(0, 0)) is MISS
-        rig.until(lambda: not s3.names())
-        rig.until(lambda: rig.bucket.counts["delete_ok"])
         assert rig.bucket.counts["get_corrupt"] == 1
+        assert other.search(path, 4) == 4
+        assert other.load(path.keys_at(0, range(4))).done == 4
+        assert rig.put(path, 4) == 1
+        assert set(proxy.seen) == {"HEAD", "GET", "PUT"}
+        assert rig.bucket.counts["put_ok"] == 2
+
+
+def test_Q71_a_page_of_a_server_in_between_is_no_object(s3: S3Server, proxy: Proxy) -> None:
+    """Nor is an object of another length: it is put."""
+    path = chain(8)
+    with Rig(proxy.endpoint) as rig, Rig(s3.endpoint) as other:
+        proxy.always("page", "HEAD", "GET")
+        assert rig.search(path, 8) == 0
+        assert rig.bucket.counts["head_corrupt"] == 2
+        proxy.always("")
+        names = [rig.tier._form.name_of(path.key(0, at)) for at in (3, 7)]
+        for name in names:
+            obstore.put(s3.client, name, b"short")
+        assert other.put(path, 8) == 2
+        assert [rig.bucket.counts["get_ok"], other.bucket.counts["put_ok"]] == [0, 2]
+        assert {obstore.head(s3.client, name)["size"] for name in names} == {
+            other.tier._form.size(Run(names[0], path.keys(0, 4)))
+        }
 
 
 def test_Q71_an_object_of_another_length_is_not_read(s3: S3Server) -> None:
@@ -311,6 +334,18 @@ def test_Q72_an_object_that_has_expired_is_a_miss(s3: S3Server) -> None:
         assert any(isinstance(result.error, TierIOError) for result in results)
         assert rig.bucket.health.state == "ok"
         assert rig.bucket.counts["get_missing"] == 1
+
+
+def test_Q70_after_one_is_missing_the_others_are_asked_for_and_put(s3: S3Server) -> None:
+    """Of a bucket that was emptied, or whose objects expire together."""
+    path = chain(16)
+    with Rig(s3.endpoint) as rig:
+        rig.put(path, 16)
+        s3.empty()
+        assert rig.put(path, 16) == 0  # as far as is known they are there
+        assert rig.load(path.keys_at(0, range(8, 12))).done == 0
+        assert rig.put(path, 16) == 4
+    assert len(s3.names()) == 4
 
 
 @pytest.mark.parametrize("fault", ["hang", "drop", "fail", "refuse"])
@@ -366,17 +401,6 @@ def test_Q72_a_refusal_names_the_right_that_may_lack(
         assert ("s3:ListBucket" in line) is named
 
 
-def test_Q72_a_refused_deletion_switches_nothing_off(proxy: Proxy) -> None:
-    path = chain(4)
-    with Rig(proxy.endpoint) as rig:
-        rig.put(path, 4)
-        proxy.always("refuse", "DELETE", "POST")
-        rig.tier.discard(path.keys(0, 1))
-        rig.until(lambda: any(name.startswith("delete_") for name in rig.bucket.counts))
-        assert rig.bucket.counts["delete_refused"] == 1
-        assert rig.bucket.health.state == "ok"
-
-
 def test_Q72_a_search_without_answers_ends(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its requests do; what they bring later is known then."""
     monkeypatch.setattr(of_tier, "SEARCH_NS", 50_000_000)
@@ -400,7 +424,7 @@ def test_Q73_refused_puts_make_the_tier_read_only_until_one_succeeds(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(of_health, "RETRY_S", 0.2)
+    monkeypatch.setattr(of_health, "RETRY_S", WAIT_S)
     monkeypatch.setattr(of_health, "RETRY_MAX_S", 0.2)
     caplog.set_level("INFO")
     here, path = chain(8, "here"), chain(32)
@@ -419,6 +443,7 @@ def test_Q73_refused_puts_make_the_tier_read_only_until_one_succeeds(
         rig.eventually(lambda: rig.load(here.keys_at(0, range(8))).done == 8)  # as before
         assert [r.levelname for r in caplog.records if "read_only" in r.message] == ["ERROR"]
         proxy.always("")
+        rig.bucket.health.writes._retry_at_s = 0.0
 
         def back() -> bool:
             rig.tier.use(FULL, path, 32, time.monotonic_ns())

@@ -169,6 +169,15 @@ class Proxy:
         self.fault = lambda method, _path: what if method in methods else ""
 
 
+_SAID = {
+    "refuse": (403, "AccessDenied"),
+    "quota": (403, "QuotaExceeded"),
+    "fail": (500, "AccessDenied"),
+    "gone": (404, "NoSuchKey"),
+    "page": (200, "of a server in between"),
+}
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     proxy: Proxy
@@ -188,9 +197,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault == "slow":
             self.proxy.ended.wait(self.proxy.slow_s)
-        if fault in ("refuse", "quota", "fail", "gone"):
-            status = {"refuse": 403, "quota": 403, "fail": 500, "gone": 404}[fault]
-            code = {"quota": "QuotaExceeded", "gone": "NoSuchKey"}.get(fault, "AccessDenied")
+        if fault in _SAID:
+            status, code = _SAID[fault]
             self._say(status, [], f"<Error><Code>{code}</Code></Error>".encode())
             return
         try:

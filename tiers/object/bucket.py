@@ -37,7 +37,7 @@ LOOKS_MIN = 2 * LOOK_THREADS  # questions that may be open in any case
 LOOKS_WAIT_S = 0.5  # no further one may, where it would wait longer than this for a thread
 TRIAL = "v1/trial"  # an object that is asked for only to see whether the bucket answers
 _REFUSALS = (PermissionDeniedError, UnauthenticatedError)
-HEAD, GET, PUT, DELETE = "head", "get", "put", "delete"
+HEAD, GET, PUT = "head", "get", "put"
 UNSENT, TIMEOUT, ERROR = "unsent", "timeout", "error"
 _WHY_MAX = 300
 _TO_LIST = "without the right to list (s3:ListBucket) what is missing is refused, too"
@@ -46,10 +46,10 @@ _TO_LIST = "without the right to list (s3:ListBucket) what is missing is refused
 class Request(msgspec.Struct, eq=False):
     """One request, and how it ended.
 
-    ended(request): called by poll(). size: bytes that an object has to have which is read.
+    ended(request): called by poll(). size: bytes that the object has to have; 0: any number.
     make(): returns what is put; take(data): takes what was read, and may raise BlockCorrupt. Both
     are called on a thread. anew: put it though an object of this name may be there. changes: once a
-    put or a deletion was sent, not only asked whether it is needed. wanted(): whether to send it
+    put was sent, not only asked whether it is needed. wanted(): whether to send it
     still, asked on the thread. took_s: from when it was sent, if it was.
     """
 
@@ -145,7 +145,7 @@ class Bucket:
 
     def submit(self, request: Request) -> None:
         """Start a request, behind those of its kind."""
-        self._lanes[HEAD if request.verb == DELETE else request.verb].submit(request)
+        self._lanes[request.verb].submit(request)
 
     def may_look(self, now_ns: int) -> bool:
         """Tell whether to ask for an object, and count it."""
@@ -174,9 +174,8 @@ class Bucket:
                 self.counts[f"{request.verb}_{request.outcome}"] += 1
                 if request.verb == HEAD and request.outcome != UNSENT:
                     self._look_s += (request.took_s - self._look_s) / (8 if self._look_s else 1)
-                if request.verb != DELETE:  # the right to delete is not needed to read or put
-                    note = self.health.wrote if request.verb == PUT else self.health.read
-                    note(request.outcome, request.why, now_s)
+                note = self.health.wrote if request.verb == PUT else self.health.read
+                note(request.outcome, request.why, now_s)
                 request.ended(request)
         if self.health.off and self.health.reads.may_try(now_s):
             self.submit(Request(HEAD, TRIAL, lambda _: None, anew=True))
@@ -219,27 +218,28 @@ class Bucket:
     def _make(self, request: Request) -> None:
         name = request.name
         if request.verb == HEAD:
-            obstore.head(self._looks, name)
-        elif request.verb == DELETE:
-            request.changes = True
-            obstore.delete(self._looks, name)
+            _check(request, obstore.head(self._looks, name)["size"])
         elif request.verb == GET and request.take is not None:
             found = obstore.get(self._moves, name)
-            size = found.meta["size"]
-            if size != request.size:  # before memory is taken for it
-                raise BlockCorrupt(f"{name}: {size} bytes, expected {request.size}")
+            _check(request, found.meta["size"])  # before memory is taken for it
             request.take(memoryview(found.bytes()))
-        elif request.make is not None and (request.anew or not self._there(name)):
+        elif request.make is not None and (request.anew or not self._there(request)):
             data, request.changes = request.make(), True
             obstore.put(self._moves, name, data, use_multipart=False)
 
-    def _there(self, name: str) -> bool:
+    def _there(self, request: Request) -> bool:
         """Tell whether another store has put it."""
         try:
-            obstore.head(self._moves, name)
-        except (NotFoundError, FileNotFoundError):
+            _check(request, obstore.head(self._moves, request.name)["size"])
+        except (NotFoundError, FileNotFoundError, BlockCorrupt):
             return False
         return True
+
+
+def _check(request: Request, size: int) -> None:
+    """Raise BlockCorrupt for a size that the object cannot have, if it is known."""
+    if request.size and size != request.size:
+        raise BlockCorrupt(f"{request.name}: {size} bytes, expected {request.size}")
 
 
 def _failed(request: Request, exc: Exception) -> Request:

@@ -10,7 +10,7 @@ from tiers.object.format import Run
 
 THERE_NS = 300_000_000_000
 ABSENT_NS = 10_000_000_000
-DAMAGED_NS = 600_000_000_000  # of what could not be used; it may not be ours to delete
+DAMAGED_NS = 600_000_000_000  # of what could not be used
 BLOCKS_MAX = 1 << 18
 ABSENT_MAX = 1 << 16
 
@@ -24,6 +24,7 @@ class Known:
         self._runs: dict[str, Run] = {}  # that learned last is last
         self._places: dict[BlockKey, tuple[Run, int]] = {}
         self._absent: dict[str, int] = {}  # until when
+        self._gone_ns = -1  # when one was missing that was known to be there
 
     @property
     def empty(self) -> bool:
@@ -48,10 +49,15 @@ class Known:
             del self._absent[next(iter(self._absent))]
         self._absent[name] = until_ns
 
+    def gone(self, name: str, now_ns: int) -> None:
+        """An object is not there any more; so others may not be, and are asked for anew."""
+        self.absent(name, now_ns + ABSENT_NS)
+        self._gone_ns = now_ns
+
     def state(self, name: str, now_ns: int) -> bool | None:
         """Tell whether an object is there; None: not known."""
         run = self._runs.get(name)
-        if run is not None and self._fresh(run, now_ns):
+        if run is not None and self._fresh(run, now_ns) and run.seen_ns > self._gone_ns:
             return True
         if self.cleared or now_ns < self._absent.get(name, 0):
             return False

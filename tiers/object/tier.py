@@ -25,7 +25,7 @@ from kvstore.core.types import (
     LookupResult,
     TransferJob,
 )
-from tiers.object.bucket import DELETE, GET, HEAD, PUT, Bucket, Request
+from tiers.object.bucket import GET, HEAD, PUT, Bucket, Request
 from tiers.object.format import Format, Run
 from tiers.object.health import CORRUPT, MISSING, OK
 from tiers.object.known import ABSENT_NS, DAMAGED_NS, Known
@@ -142,10 +142,10 @@ class ObjectTier:
             told(there)
             return
         ended = partial(self._looked, run, told)
-        self._bucket.submit(Request(HEAD, run.name, ended, wanted=wanted))
+        self._bucket.submit(Request(HEAD, run.name, ended, self._form.size(run), wanted=wanted))
 
     def _looked(self, run: Run, told: Told, request: Request) -> None:
-        there = {OK: True, MISSING: False}.get(request.outcome)
+        there = {OK: True, MISSING: False, CORRUPT: False}.get(request.outcome)
         if self._known.cleared:
             there = self._known.state(run.name, self._now_ns)
         elif there:
@@ -261,15 +261,14 @@ class ObjectTier:
         return results
 
     def discard(self, keys: Collection[BlockKey]) -> None:
-        """Delete the objects that have these blocks."""
+        """Use the objects no more that have these blocks: the next use puts them anew.
+
+        None is deleted: what damages them may be on the way here, and others can read them.
+        """
         for key in keys:
             found = self._known.place(key, self._now_ns)
             if found is not None:
-                self._destroy(found[0])
-
-    def _destroy(self, run: Run) -> None:
-        self._known.absent(run.name, self._now_ns + DAMAGED_NS)
-        self._bucket.submit(Request(DELETE, run.name, lambda _: None))
+                self._known.absent(found[0].name, self._now_ns + DAMAGED_NS)
 
     def clear(self) -> None:
         """Use nothing that is there now, until the store is started again; others may."""
@@ -314,6 +313,7 @@ class ObjectTier:
                 PUT,
                 run.name,
                 partial(self._put_ended, work, first, end, run, self._clears),
+                self._form.size(run),
                 make=partial(self._form.pack, run, blocks),
                 anew=known is False,  # or another store may have put it
             )
@@ -358,9 +358,9 @@ class ObjectTier:
         error: TierError = TierIOError(request.why)
         if request.outcome == CORRUPT:
             error = BlockCorrupt(request.why)
-            self._destroy(run)
+            self._known.absent(run.name, self._now_ns + DAMAGED_NS)
         elif request.outcome == MISSING:
-            self._known.absent(run.name, self._now_ns + ABSENT_NS)
+            self._known.gone(run.name, self._now_ns)
         whole = fetch.whole or [False] * len(fetch.wanted)
         for (work, place), ok in zip(fetch.wanted, whole, strict=True):
             work.ended(place, None if ok else error)
