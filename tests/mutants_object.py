@@ -36,9 +36,10 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "tiers/object/health.py": (
-        ("object_tier -k Q72_a_bucket", "elif at_once or self._row >= FAILURES_MAX:"),
-        ("object_tier -k Q72_a_bucket", "            self.reads.good()", "            pass"),
-        ("object_tier -k Q73", "            self.writes.good()", "            pass"),
+        ("object_tier -k Q72_a_bucket", "elif at_once or self._rows[verb] >= FAILURES_MAX:"),
+        ("object_tier -k Q72_objects", "del self._rows[verb]", "self._rows.clear()"),
+        ("object_tier -k Q72_a_bucket", "            self.reads.good(verb)", "            pass"),
+        ("object_tier -k Q73", "            self.writes.good(verb)", "            pass"),
         ("object_tier -k Q73", "            self.writes.bad(", "            print("),
     ),
     "tiers/object/bucket.py": (
@@ -66,6 +67,7 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_tier -k Q77", "if self.cleared or now_ns <", "if now_ns <"),
     ),
     "tiers/object/search.py": (
+        ("object_tier -k Q70_one_round", "after = self._low > self._begin", "after = True"),
         ("object_tier -k Q70_few", "width = min(PARALLEL, count)", "width = count"),
         (
             "object_tier -k Q70_groups",

@@ -237,6 +237,12 @@ def test_Q70_few_questions_find_the_end_of_a_long_prefix(s3: S3Server) -> None:
         assert other.bucket.counts.total() == asked  # what is not there is remembered
 
 
+def test_Q70_one_round_of_questions_finds_that_nothing_is_there(s3: S3Server) -> None:
+    with Rig(s3.endpoint) as rig:
+        assert rig.search(chain(2048), 2048) == 0
+        assert rig.bucket.counts == {"head_missing": of_search.PARALLEL}
+
+
 def test_Q70_groups_that_need_the_end_only(s3: S3Server) -> None:
     """Of a window and a state what a hit needs that ends with the last run."""
     rules = [GroupRule(3), GroupRule(), GroupRule(1, exact=True)]
@@ -380,6 +386,32 @@ def test_Q72_a_bucket_that_does_not_answer_is_off_and_comes_back(
             return rig.load(paths[0].keys_at(0, range(8))).done == 8
 
         rig.eventually(loaded)
+
+
+@pytest.mark.parametrize(("outcome", "times"), [("timeout", 3), ("refused", 1)])
+def test_Q72_objects_that_do_not_come_switch_off_though_questions_are_answered(
+    outcome: str, times: int
+) -> None:
+    """So does the first one after a trial that is answered, and the next trial is later."""
+    health, now_s = of_health.Health("bucket"), 0.0
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            health.read("head", "ok", "", now_s)
+            assert health.state == "ok"
+            health.read("get", outcome, "why", now_s)
+        assert health.state == "off"
+
+    fail(times)
+    for wait_s in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
+        assert not health.reads.may_try(now_s + wait_s - 0.1)
+        now_s += wait_s
+        assert health.reads.may_try(now_s)
+        fail(1)
+    health.read("head", "missing", "", now_s)
+    health.read("get", "ok", "", now_s)
+    fail(times)
+    assert health.reads.may_try(now_s + 5.0)
 
 
 @pytest.mark.parametrize(("method", "named"), [("HEAD", True), ("GET", True), ("PUT", False)])

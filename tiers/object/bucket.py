@@ -175,7 +175,7 @@ class Bucket:
                 if request.verb == HEAD and request.outcome != UNSENT:
                     self._look_s += (request.took_s - self._look_s) / (8 if self._look_s else 1)
                 note = self.health.wrote if request.verb == PUT else self.health.read
-                note(request.outcome, request.why, now_s)
+                note(request.verb, request.outcome, request.why, now_s)
                 request.ended(request)
         if self.health.off and self.health.reads.may_try(now_s):
             self.submit(Request(HEAD, TRIAL, lambda _: None, anew=True))

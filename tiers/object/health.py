@@ -9,12 +9,15 @@ off        misses, and no   a read that was refused, or several    a request tha
            request is made  in a row failed or were not answered   one is made after RETRY_S
                             in time
 
-Off goes before read_only. Each trial that fails doubles the time until the next one.
+Off goes before read_only. Each trial that fails doubles the time until the next one. Each kind of
+request has a row of its own: where questions are answered and objects do not come, a trial that is
+answered lets one be read, and doubles that time, too, if it does not come.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 log = logging.getLogger(__name__)
 
@@ -33,24 +36,26 @@ class _Switch:
         """state: while it is not used; means: what that costs."""
         self.reason = ""  # why it is not used, "" if it is
         self._name, self._state, self._means = name, state, means
-        self._row = 0
+        self._rows: Counter[str] = Counter()  # failures, by what was asked for
         self._retry_s = RETRY_S
         self._retry_at_s = 0.0
 
-    def good(self) -> None:
+    def good(self, verb: str) -> None:
         """A request was answered."""
-        self._row, self._retry_s = 0, RETRY_S
+        del self._rows[verb]
+        if not self._rows:
+            self._retry_s = RETRY_S
         if self.reason:
             self.reason = ""
             log.info("the bucket %s is not %s any more", self._name, self._state)
 
-    def bad(self, why: str, now_s: float, *, at_once: bool) -> None:
+    def bad(self, verb: str, why: str, now_s: float, *, at_once: bool) -> None:
         """A request failed. at_once: others will, too."""
-        self._row += 1
+        self._rows[verb] += 1
         if self.reason:
             self.reason = why
-        elif at_once or self._row >= FAILURES_MAX:
-            self.reason, self._retry_s, self._retry_at_s = why, RETRY_S, now_s + RETRY_S
+        elif at_once or self._rows[verb] >= FAILURES_MAX:
+            self.reason, self._retry_at_s = why, now_s + self._retry_s
             log.error("the bucket %s is %s: %s; %s", self._name, self._state, why, self._means)
 
     def may_try(self, now_s: float) -> bool:
@@ -82,16 +87,16 @@ class Health:
         """Tell whether no request is to be made."""
         return bool(self.reads.reason)
 
-    def read(self, outcome: str, why: str, now_s: float) -> None:
+    def read(self, verb: str, outcome: str, why: str, now_s: float) -> None:
         """A request that changes nothing has ended."""
         if outcome in _ANSWERS:
-            self.reads.good()
+            self.reads.good(verb)
         elif outcome == REFUSED or outcome in FAILED:
-            self.reads.bad(why, now_s, at_once=outcome == REFUSED)
+            self.reads.bad(verb, why, now_s, at_once=outcome == REFUSED)
 
-    def wrote(self, outcome: str, why: str, now_s: float) -> None:
+    def wrote(self, verb: str, outcome: str, why: str, now_s: float) -> None:
         """A put has ended; a bucket that is not there says that it is missing."""
         if outcome == OK:
-            self.writes.good()
+            self.writes.good(verb)
         elif outcome in (REFUSED, MISSING) or outcome in FAILED:
-            self.writes.bad(why, now_s, at_once=outcome in (REFUSED, MISSING))
+            self.writes.bad(verb, why, now_s, at_once=outcome in (REFUSED, MISSING))

@@ -88,7 +88,8 @@ class Search:
             self._find_others()
             return
         width = min(PARALLEL, count)
-        numbers = [self._low + (n + 1) * count // (width + 1) for n in range(width)]
+        after = self._low > self._begin  # at first the first one, too: most paths are not there
+        numbers = [self._low + (n + after) * count // (width + after) for n in range(width)]
         self._told.clear()
         self._owed = len(numbers)
         for number in numbers:
