@@ -307,6 +307,28 @@ def test_Q73_a_refused_put_costs_nothing_but_the_put(
         eventually(back)
 
 
+def test_Q72_a_store_that_ends_begins_no_put(
+    proxy: Proxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does it say that what is being put was only in memory."""
+    caplog.set_level("INFO")
+    disk = {"path": str(tmp_path / "disk"), "capacity": "64MiB"}
+    with live(tmp_path / "a", proxy.endpoint, nvme=disk) as a, engine(a) as attached:
+        proxy.slow_s = WAIT_S
+        proxy.always("slow", "PUT")
+        chain = hashes(10, "slow")
+        attached.put(chain)
+        assert read(attached, chain)[0] == 10
+        eventually(lambda: proxy.seen["PUT"] == 2)  # of five: no more may be pinned
+        eventually(lambda: a.server.store.drain.stored() == 10)  # to disk
+        assert not a.server.store.namespaces.queued_blocks
+        a.server.stop()
+        eventually(lambda: "detached" in caplog.text)
+        proxy.ended.set()
+    assert "only" not in caplog.text
+    assert proxy.seen["PUT"] <= 4  # two more, if the last turn sees that two have ended
+
+
 def test_Q74_a_hit_that_memory_has_asks_the_bucket_nothing(
     s3: S3Server, proxy: Proxy, tmp_path: Path
 ) -> None:

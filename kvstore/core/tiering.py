@@ -185,8 +185,8 @@ class Tiering:
 
     @property
     def queued(self) -> int:
-        """Count the blocks that wait to be copied down, or are being copied."""
-        return sum(map(len, self.queues.values())) + self.storing
+        """Count the blocks that wait to be copied down, or are; not those for shared tiers."""
+        return sum(len(queue) + self._storing[name] for name, queue in self.queues.items())
 
     def changed(self, changes: Changes) -> None:
         """Blocks have entered and left memory."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvstore.metrics import OBJECT
+
 if TYPE_CHECKING:
     from kvstore.metrics import Numbers
 from kvstore.store.namespaces import Namespaces
@@ -104,7 +106,7 @@ class Drain:
         for namespace in self._namespaces.values():
             namespace.count()
         for (name, *labels), count in self._numbers.counts.items():
-            if name == "kvstore_tier_blocks":
+            if name == "kvstore_tier_blocks" and OBJECT not in labels:
                 counts[labels[-1]] += count
         return counts
 
