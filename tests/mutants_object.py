@@ -114,6 +114,11 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_check -k Q76_the_life", 'rule.get("Status") == "Enabled"', "True"),
         ("object_check -k Q76_the_life", 'f"{folder}/".startswith(prefix)', "True"),
         ("object_check -k Q76_the_life", " and not narrow", ""),
+        (
+            "object_check -k Q76_versions",
+            "if days and kept and not any",
+            "if days and False and not any",
+        ),
         ("object_check -k exist", "if any(code in str(exc) for code in _NO_BUCKET):"),
         (
             "object_check -k exist",

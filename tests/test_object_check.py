@@ -78,6 +78,24 @@ def test_Q76_the_life_cycle_is_read_back(
     assert (f"{days} days" in text) == bool(days)
 
 
+def test_Q76_versions_that_are_kept_are_warned_about(tmp_path: Path) -> None:
+    """Objects that expire become old versions, which take as much room."""
+    with S3Server() as server, Proxy(server) as proxy:
+        server.api.put_bucket_versioning(
+            Bucket=BUCKET, VersioningConfiguration={"Status": "Enabled"}
+        )
+        noncurrent = {"NoncurrentVersionExpiration": {"NoncurrentDays": 1}}
+        for rules, level in (
+            ([rule(7)], Level.NOTE),
+            ([rule(7), rule(0, "other/", **noncurrent)], Level.NOTE),
+            ([rule(7, **noncurrent)], Level.OK),
+        ):
+            server.api.put_bucket_lifecycle_configuration(
+                Bucket=BUCKET, LifecycleConfiguration={"Rules": rules}
+            )
+            assert said(settings(tmp_path, proxy.endpoint))[1][0] is level
+
+
 @pytest.mark.skipif(OF_CEPH, reason="it has quotas of its own: tests/test_object_ceph.py")
 def test_Q76_a_quota_is_read_back_where_the_storage_shows_it(proxy: Proxy, tmp_path: Path) -> None:
     for name in ("X-RGW-Quota-Bucket-Size", "X-RGW-Quota-User-Size"):

@@ -73,14 +73,21 @@ def _bounds(config: ObjectConfig) -> Iterator[tuple[bool, str]]:
         yield False, f"its life cycle and quota are not read: {one_line(str(exc), 200)}"
         return
     try:
+        kept = client.get_bucket_versioning(Bucket=bucket).get("Status")
         rules = client.get_bucket_lifecycle_configuration(Bucket=bucket).get("Rules", [])
     except (BotoCoreError, ClientError) as exc:
         if "NoSuchLifecycleConfiguration" not in str(exc):
             yield False, f"its life cycle cannot be read: {' '.join(str(exc).split())[:200]}"
             return
         rules = []
-    days = min((found for rule in rules if (found := _days(rule, folder))), default=0)
-    if days:
+    rules = [rule for rule in rules if _applies(rule, folder)]
+    days = min(filter(None, (rule.get("Expiration", {}).get("Days") for rule in rules)), default=0)
+    if days and kept and not any("NoncurrentVersionExpiration" in rule for rule in rules):
+        yield (
+            False,
+            "no rule lets old versions of objects that have expired go: it grows without end",
+        )
+    elif days:
         yield True, f"objects expire after {days} days"
     else:
         yield False, "no rule of its life cycle lets these objects expire: it grows without end"
@@ -96,13 +103,12 @@ def _bounds(config: ObjectConfig) -> Iterator[tuple[bool, str]]:
         yield False, "it shows no quota: set one where the storage has them"
 
 
-def _days(rule: dict[str, Any], folder: str) -> int:
-    """Return after how many days a rule lets objects of a folder expire; 0: it does not."""
+def _applies(rule: dict[str, Any], folder: str) -> bool:
+    """Tell whether a rule of a life cycle is for all objects of a folder."""
     found = rule.get("Filter", {})
     prefix = found.get("Prefix", rule.get("Prefix", ""))
     narrow = any(name != "Prefix" for name in found)
-    applies = rule.get("Status") == "Enabled" and f"{folder}/".startswith(prefix) and not narrow
-    return int(rule.get("Expiration", {}).get("Days", 0)) if applies else 0
+    return rule.get("Status") == "Enabled" and f"{folder}/".startswith(prefix) and not narrow
 
 
 def _is_quota(name: str, value: str) -> bool:
