@@ -84,7 +84,7 @@ def test_Q76_versions_that_are_kept_are_warned_about(tmp_path: Path) -> None:
         server.api.put_bucket_versioning(
             Bucket=BUCKET, VersioningConfiguration={"Status": "Enabled"}
         )
-        noncurrent = {"NoncurrentVersionExpiration": {"NoncurrentDays": 1}}
+        noncurrent: dict[str, Any] = {"NoncurrentVersionExpiration": {"NoncurrentDays": 1}}
         for rules, level in (
             ([rule(7)], Level.NOTE),
             ([rule(7), rule(0, "other/", **noncurrent)], Level.NOTE),
