@@ -127,6 +127,13 @@ def test_Q76_a_bucket_that_does_not_exist_does_not_answer(proxy: Proxy, tmp_path
     assert "no such bucket" in text
 
 
+def test_Q76_a_page_of_a_server_in_between_is_no_answer(proxy: Proxy, tmp_path: Path) -> None:
+    proxy.always("page", "GET")
+    ((level, text),) = said(settings(tmp_path, proxy.endpoint))
+    assert level is Level.NOTE
+    assert "no store puts" in text
+
+
 def test_Q76_a_profile_that_does_not_exist_is_said(
     proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

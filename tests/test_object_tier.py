@@ -487,6 +487,17 @@ def test_Q73_refused_puts_make_the_tier_read_only_until_one_succeeds(
         assert len(s3.names()) > 2
 
 
+def test_Q73_no_trial_is_spent_while_no_request_may_be_sent(s3: S3Server) -> None:
+    """Lookups that take every request of a second put off the next trial, and did not spend it."""
+    second_ns = 10**9
+    with Rig(s3.endpoint, requests=1) as rig:
+        rig.bucket.health.writes.bad("put", "why", 0.0, at_once=True)
+        assert rig.bucket.may_look(5 * second_ns)
+        assert not rig.bucket.may_put(5 * second_ns, anew=True)
+        assert rig.bucket.may_put(6 * second_ns, anew=True)
+        assert not rig.bucket.may_put(7 * second_ns, anew=True)
+
+
 def test_Q73_no_trial_is_spent_on_what_has_left_memory(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

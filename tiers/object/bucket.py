@@ -162,9 +162,10 @@ class Bucket:
 
     def may_put(self, now_ns: int, *, anew: bool) -> bool:
         """Tell whether to put an object, and count that, and unless anew the question before it."""
-        if self.health.off or not self.budget.left(now_ns):
+        writes, now_s = self.health.writes, now_ns / 1e9
+        if self.health.off or not self.budget.left(now_ns) or not writes.due(now_s):
             return False
-        return self.health.writes.may_try(now_ns / 1e9) and self._rate.take(now_ns, 2 - anew)
+        return self._rate.take(now_ns, 2 - anew) and writes.may_try(now_s)
 
     def poll(self, now_ns: int) -> None:
         """Take the ends of requests; ask now and then whether a bucket that is off answers."""

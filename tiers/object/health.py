@@ -58,15 +58,17 @@ class _Switch:
             self.reason, self._retry_at_s = why, now_s + self._retry_s
             log.error("the bucket %s is %s: %s; %s", self._name, self._state, why, self._means)
 
+    def due(self, now_s: float) -> bool:
+        """Tell whether a request may be made."""
+        return not self.reason or now_s >= self._retry_at_s
+
     def may_try(self, now_s: float) -> bool:
         """Tell whether a request may be made, which is a trial if it is not used."""
-        if not self.reason:
-            return True
-        if now_s < self._retry_at_s:
-            return False
-        self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
-        self._retry_at_s = now_s + self._retry_s
-        return True
+        due = self.due(now_s)
+        if due and self.reason:
+            self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
+            self._retry_at_s = now_s + self._retry_s
+        return due
 
 
 class Health:

@@ -42,7 +42,8 @@ def look(config: ObjectConfig) -> Iterator[tuple[bool, str]]:
         yield False, f"{config.url} cannot be used now: {reason_of(exc)}"
         return
     else:
-        yield True, f"{config.url} answers"
+        yield False, f"{config.url} cannot be used now: it answers for an object that no store puts"
+        return
     if config.url.startswith("s3://"):
         yield from _bounds(config)
     else:
