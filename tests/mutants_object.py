@@ -48,6 +48,7 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if self._closed or (self.health.off and not trial):",
         ),
         ("object_tier -k Q72_a_bucket", "if self.health.off and self.health.reads.may_try(now_s):"),
+        ("object_tier -k Q72_an_object_in", "CORRUPT if _ARCHIVED in str(exc) else ", ""),
         ("object_tier -k Q72_a_refusal", "asked=not request.changes", "asked=True"),
         ("object_tier -k Q72_a_refusal", 'f"{text} ({_TO_LIST})"', "text"),
         ("object_tier -k Q74_a_put_that_asks", "now_ns, 2 - anew", "now_ns"),

@@ -414,6 +414,21 @@ def test_Q72_objects_that_do_not_come_switch_off_though_questions_are_answered(
     assert health.reads.may_try(now_s + 5.0)
 
 
+def test_Q72_an_object_in_an_archive_is_a_miss_and_put_anew(proxy: Proxy) -> None:
+    """A rule may move objects there: each read of one is refused, though it is there."""
+    path = chain(8)
+    with Rig(proxy.endpoint) as rig:
+        rig.put(path, 8)
+        archived = rig.tier._form.name_of(path.key(0, 3))
+        proxy.fault = lambda method, at: "archived" if method == "GET" and archived in at else ""
+        assert rig.load(path.keys_at(0, range(4))).done == 0
+        assert rig.bucket.health.state == "ok"
+        assert rig.load(path.keys_at(0, range(4, 8))).done == 4
+        before = proxy.seen["PUT"]
+        assert rig.put(path, 8) == 1
+        assert proxy.seen["PUT"] == before + 1
+
+
 @pytest.mark.parametrize(("method", "named"), [("HEAD", True), ("GET", True), ("PUT", False)])
 def test_Q72_a_refusal_names_the_right_that_may_lack(
     proxy: Proxy, method: str, named: bool, caplog: pytest.LogCaptureFixture

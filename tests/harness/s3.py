@@ -172,6 +172,7 @@ class Proxy:
 _SAID = {
     "refuse": (403, "AccessDenied"),
     "quota": (403, "QuotaExceeded"),
+    "archived": (403, "InvalidObjectState"),
     "fail": (500, "AccessDenied"),
     "gone": (404, "NoSuchKey"),
     "page": (200, "of a server in between"),

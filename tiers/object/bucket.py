@@ -37,6 +37,7 @@ LOOKS_MIN = 2 * LOOK_THREADS  # questions that may be open in any case
 LOOKS_WAIT_S = 0.5  # no further one may, where it would wait longer than this for a thread
 TRIAL = "v1/trial"  # an object that is asked for only to see whether the bucket answers
 _REFUSALS = (PermissionDeniedError, UnauthenticatedError)
+_ARCHIVED = "InvalidObjectState"  # it is there, and cannot be read
 HEAD, GET, PUT = "head", "get", "put"
 UNSENT, TIMEOUT, ERROR = "unsent", "timeout", "error"
 _WHY_MAX = 300
@@ -204,7 +205,8 @@ class Bucket:
         except (NotFoundError, FileNotFoundError) as exc:
             request.outcome, request.why = MISSING, reason_of(exc)
         except _REFUSALS as exc:
-            request.outcome, request.why = REFUSED, reason_of(exc, asked=not request.changes)
+            request.outcome = CORRUPT if _ARCHIVED in str(exc) else REFUSED
+            request.why = reason_of(exc, asked=not request.changes)
         except BlockCorrupt as exc:
             request.outcome, request.why = CORRUPT, str(exc)
         except (BaseError, OSError) as exc:
