@@ -388,6 +388,19 @@ def test_Q72_a_bucket_that_does_not_answer_is_off_and_comes_back(
         rig.eventually(loaded)
 
 
+def test_Q72_the_reason_names_what_the_storage_says(
+    proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A clock that is wrong is no right that lacks."""
+    with Rig(proxy.endpoint) as rig:
+        proxy.always("skewed", "GET")
+        rig.know(chain(4), 4)
+        rig.load(chain(4).keys_at(0, range(4)))
+    (line,) = [r.message for r in caplog.records if r.levelname == "ERROR"]
+    assert "is off: RequestTimeTooSkewed: " in line
+    assert "s3:ListBucket" not in line
+
+
 @pytest.mark.parametrize(("outcome", "times"), [("timeout", 3), ("refused", 1)])
 def test_Q72_objects_that_do_not_come_switch_off_though_questions_are_answered(
     outcome: str, times: int

@@ -172,6 +172,7 @@ class Proxy:
 _SAID = {
     "refuse": (403, "AccessDenied"),
     "quota": (403, "QuotaExceeded"),
+    "skewed": (403, "RequestTimeTooSkewed"),
     "archived": (403, "InvalidObjectState"),
     "fail": (500, "AccessDenied"),
     "gone": (404, "NoSuchKey"),
@@ -200,7 +201,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.proxy.ended.wait(self.proxy.slow_s)
         if fault in _SAID:
             status, code = _SAID[fault]
-            self._say(status, [], f"<Error><Code>{code}</Code></Error>".encode())
+            body = f'<?xml version="1.0"?>\n<Error><Code>{code}</Code></Error>'
+            self._say(status, [], body.encode())
             return
         try:
             status, headers, data = self._passed_on(body)

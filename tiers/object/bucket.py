@@ -5,6 +5,7 @@ All namespaces share it. Its loop's thread submits requests and takes their ends
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -41,7 +42,10 @@ _ARCHIVED = "InvalidObjectState"  # it is there, and cannot be read
 HEAD, GET, PUT = "head", "get", "put"
 UNSENT, TIMEOUT, ERROR = "unsent", "timeout", "error"
 _WHY_MAX = 300
-_TO_LIST = "without the right to list (s3:ListBucket) what is missing is refused, too"
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_TO_LIST = (
+    "without the right to list (s3:ListBucket) what is missing is refused, too: kvstore check"
+)
 
 
 class Request(msgspec.Struct, eq=False):
@@ -108,12 +112,15 @@ def client_of(config: ObjectConfig, timeout_s: float) -> obstore.store.ObjectSto
 
 
 def reason_of(exc: Exception, *, asked: bool = True) -> str:
-    """Return the first line of an error, without what follows for developers.
+    """Return the first line of an error, after the code in its body, without what follows.
 
     asked: the request changes nothing, so a refusal may mean that nothing is there.
     """
+    code = _CODE.search(str(exc))
     text = one_line(str(exc).partition("\n")[0], _WHY_MAX)
-    return f"{text} ({_TO_LIST})" if asked and isinstance(exc, _REFUSALS) else text
+    text = f"{code[1]}: {text}" if code else text
+    unclear = code is None or code[1] == "AccessDenied"
+    return f"{text} ({_TO_LIST})" if asked and unclear and isinstance(exc, _REFUSALS) else text
 
 
 class Bucket:
