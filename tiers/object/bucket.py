@@ -44,7 +44,7 @@ UNSENT, TIMEOUT, ERROR = "unsent", "timeout", "error"
 _WHY_MAX = 300
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _TO_LIST = (
-    "without the right to list (s3:ListBucket) what is missing is refused, too: kvstore check"
+    "without the right to list (s3:ListBucket) what is missing is refused, too: see kvstore check"
 )
 
 
