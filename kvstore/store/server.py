@@ -577,6 +577,8 @@ class Server:
     def _shut_down(self) -> None:
         """Tell the engines, give them a moment to close on their own, and keep what they stored."""
         self.health.ends()
+        if self._bucket is not None:
+            self._bucket.ends = True
         self.store.end_sessions()
         self._leave_all_but_engines()
         self._read_s = _CLOSE_S

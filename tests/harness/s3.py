@@ -201,8 +201,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.proxy.ended.wait(self.proxy.slow_s)
         if fault in _SAID:
             status, code = _SAID[fault]
-            body = f'<?xml version="1.0"?>\n<Error><Code>{code}</Code></Error>'
-            self._say(status, [], body.encode())
+            text = f'<?xml version="1.0"?>\n<Error><Code>{code}</Code></Error>'
+            self._say(status, [], text.encode())
             return
         try:
             status, headers, data = self._passed_on(body)

@@ -129,6 +129,7 @@ class Bucket:
     def __init__(self, config: ObjectConfig, secret: bytes | None) -> None:
         """secret: 32 bytes, to encrypt objects with. Raises ConfigError."""
         self.secret, self.run_bytes = secret, config.run_bytes
+        self.ends = False  # nothing more is put
         self.cleared = False  # tiers that are made use only what they have put
         self.timeout_s = config.timeout_ns / 1e9
         self.health = Health(config.url)
@@ -171,7 +172,9 @@ class Bucket:
     def may_put(self, now_ns: int, *, anew: bool) -> bool:
         """Tell whether to put an object, and count that, and unless anew the question before it."""
         writes, now_s = self.health.writes, now_ns / 1e9
-        if self.health.off or not self.budget.left(now_ns) or not writes.due(now_s):
+        if self.ends or self.health.off:
+            return False
+        if not self.budget.left(now_ns) or not writes.due(now_s):
             return False
         return self._rate.take(now_ns, 2 - anew) and writes.may_try(now_s)
 
