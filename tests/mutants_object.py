@@ -103,6 +103,7 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         ("object_tier -k Q72_a_closed", "                fetch.revoke()", "                pass"),
         ("object_tier -k Q73_no_trial", "if wanted and not self._bucket", "if not self._bucket"),
+        ("object_tier -k Q74_a_use", "if self._known.has(last, now_ns):"),
         ("object_tier -k Q74_a_turn", "if room < 0:"),
         ("object_tier -k Q74_a_turn", "islice(search.found, room)", "search.found"),
         ("object_tier -k Q74_a_turn", "(search.over and room)", "search.over"),

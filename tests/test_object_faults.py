@@ -36,6 +36,8 @@ FAULTS = (
     "long",
     "flip",
     "other",
+    "page",
+    "archived",
 )
 PROMPTS = 12
 BLOCKS = 4  # of a prompt, of 1 MiB each

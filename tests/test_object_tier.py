@@ -661,6 +661,16 @@ def test_Q74_a_turn_of_the_store_names_a_bounded_part_of_a_long_path(
         assert max(grown) <= 3 + of_search.PARALLEL  # and what was asked for
 
 
+def test_Q74_a_use_names_no_run_that_is_known_to_be_there() -> None:
+    """With a key, naming the runs of a long path held the store for milliseconds at each lookup."""
+    path = chain(64)
+    with Rig("http://127.0.0.1:1", secret=SECRET) as rig:
+        rig.know(path, 56)
+        rig.tier._form.name_of = named = Mock(wraps=rig.tier._form.name_of)  # type: ignore[method-assign]
+        assert rig.tier.use(FULL, path, 64, time.monotonic_ns()) == 0
+        assert [rig.tier.waiting, named.call_count] == [8, 2]
+
+
 def test_Q74_what_is_named_of_a_path_is_not_named_from_its_beginning() -> None:
     sizes: list[int] = []
 

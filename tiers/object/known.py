@@ -63,6 +63,11 @@ class Known:
             return False
         return None
 
+    def has(self, key: BlockKey, now_ns: int) -> bool:
+        """Tell whether state() of the run that has a block is True, without its name."""
+        found = self.place(key, now_ns)
+        return found is not None and found[0].seen_ns > self._gone_ns
+
     def place(self, key: BlockKey, now_ns: int) -> tuple[Run, int] | None:
         """Return the run that has a block, and its position there."""
         found = self._places.get(key)

@@ -177,10 +177,11 @@ class ObjectTier:
         for number in range(min(blocks // self._form.run_blocks, SCAN_MAX)):
             for group, rule in enumerate(rules):
                 kept = self._form.kept(rule, number)
-                name = self._form.name_of(chain.key(group, kept[-1]))
+                last = chain.key(group, kept[-1])
+                if self._known.has(last, now_ns):
+                    continue  # most of a path: it is not named
+                name = self._form.name_of(last)
                 if name in self._queued or name in self._putting:
-                    continue
-                if self._known.state(name, now_ns):
                     continue
                 if len(self._queue) >= QUEUE_MAX:
                     skipped += len(kept)
