@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -52,17 +52,17 @@ class Request(msgspec.Struct, eq=False):
     """One request, and how it ended.
 
     ended(request): called by poll(). size: bytes that the object has to have; 0: any number.
-    make(): returns what is put; take(data): takes what was read, and may raise BlockCorrupt. Both
-    are called on a thread. anew: put it though an object of this name may be there. changes: once a
-    put was sent, not only asked whether it is needed. wanted(): whether to send it
-    still, asked on the thread. took_s: from when it was sent, if it was.
+    make(): returns what is put, in parts; take(data): takes what was read, and may raise
+    BlockCorrupt. Both are called on a thread. anew: put it though an object of this name may be
+    there. changes: once a put was sent, not only asked whether it is needed. wanted(): whether to
+    send it still, asked on the thread. took_s: from when it was sent, if it was.
     """
 
     verb: str
     name: str
     ended: Callable[[Request], None]
     size: int = 0
-    make: Callable[[], bytes] | None = None
+    make: Callable[[], Iterable[bytes]] | None = None
     take: Callable[[memoryview], None] | None = None
     anew: bool = False
     changes: bool = False
@@ -238,7 +238,7 @@ class Bucket:
             request.take(memoryview(found.bytes()))
         elif request.make is not None and (request.anew or not self._there(request)):
             data, request.changes = request.make(), True
-            obstore.put(self._moves, name, data, use_multipart=False)
+            obstore.put(self._moves, name, iter(data), use_multipart=False)
 
     def _there(self, request: Request) -> bool:
         """Tell whether another store has put it."""

@@ -92,14 +92,14 @@ class Format:
         plain = len(self.head(run.keys)) + count * (_SUM.size + self.slot_bytes)
         return plain if self._cipher is None else plain + _NONCE_BYTES + _TAG_BYTES
 
-    def pack(self, run: Run, blocks: Sequence[memoryview]) -> bytes:
-        """Make the object of a run."""
+    def pack(self, run: Run, blocks: Sequence[memoryview]) -> tuple[bytes, ...]:
+        """Make the object of a run, in parts: to join them would take as long as to encrypt it."""
         sums = [_SUM.pack(self._sum(k, b)) for k, b in zip(run.keys, blocks, strict=True)]
         plain = b"".join((self.head(run.keys), *sums, *blocks))
         if self._cipher is None:
-            return plain
+            return (plain,)
         nonce = os.urandom(_NONCE_BYTES)
-        return nonce + self._cipher.encrypt(nonce, plain, run.name.encode())
+        return nonce, self._cipher.encrypt(nonce, plain, run.name.encode())
 
     def unpack(self, run: Run, data: memoryview) -> memoryview:
         """Return an object after its head. Raises BlockCorrupt for any that is not this run's."""
