@@ -285,8 +285,8 @@ def test_Q71_a_damaged_object_is_a_miss_and_put_anew(
         result = rig.load(path.keys_at(0, range(4)))
         assert isinstance(result.error, BlockCorrupt)
         assert result.done < 4
-        rig.tier.discard(path.keys(0, 1))  # as the store does
         assert rig.tier.lookup(path.key(0, 0)) is MISS
+        rig.tier.discard(path.keys(0, 1))  # as the store does
         assert rig.bucket.counts["get_corrupt"] == 1
         assert other.search(path, 4) == 4
         assert other.load(path.keys_at(0, range(4))).done == 4
@@ -302,6 +302,8 @@ def test_Q71_a_page_of_a_server_in_between_is_no_object(s3: S3Server, proxy: Pro
         proxy.always("page", "HEAD", "GET")
         assert rig.search(path, 8) == 0
         assert rig.bucket.counts["head_corrupt"] == 2
+        assert rig.search(path, 8) == 0
+        assert rig.bucket.counts["head_corrupt"] == 2  # it is remembered
         proxy.always("")
         names = [rig.tier._form.name_of(path.key(0, at)) for at in (3, 7)]
         for name in names:
@@ -524,6 +526,7 @@ def test_Q73_no_trial_is_spent_while_no_request_may_be_sent(s3: S3Server) -> Non
         assert not rig.bucket.may_put(5 * second_ns, anew=True)
         assert rig.bucket.may_put(6 * second_ns, anew=True)
         assert not rig.bucket.may_put(7 * second_ns, anew=True)
+        assert rig.bucket.may_look(7 * second_ns)
 
 
 def test_Q73_no_trial_is_spent_on_what_has_left_memory(
