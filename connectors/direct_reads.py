@@ -367,7 +367,6 @@ class DirectTransfers:
     # Reads
 
     def _start_reads(self, load: PeerLoad) -> None:
-        """Start reading the blocks that can be read now."""
         found = []
         for block in load.moves:
             source = self._fetches.get(block[0], _UNKNOWN).sources.get(block[1])

@@ -58,11 +58,9 @@ class GroupHits:
         self.end = indices[-1] + 1 if indices else 0  # behind the last one; most questions are
 
     def __len__(self) -> int:
-        """Count the blocks."""
         return len(self._indices)
 
     def __contains__(self, index: int) -> bool:
-        """Return True if a block is present."""
         if index >= self.end:
             return False
         return self._indices[bisect_left(self._indices, index)] == index
@@ -134,7 +132,6 @@ class KnownKeys:
         self._older.difference_update(keys)
 
     def __contains__(self, key: bytes) -> bool:
-        """Return True if a key is known."""
         return key in self._newer or key in self._older
 
     def all(self) -> list[bytes]:

@@ -39,7 +39,6 @@ class Session:
     """One attachment of a worker to its store: the memory that copies use while it lasts."""
 
     def __init__(self, link: Link, welcome: p.Welcome, copier: Copier) -> None:
-        """copier: follows the layout of this welcome."""
         self.number = welcome.session
         self.link, self.copier = link, copier
         self.slots = SlotMap()
@@ -257,7 +256,6 @@ class Copies:
         task.deadline = session.deadlines[job.lease] = deadline
 
     def _loaded(self, task: LoadTask, session: Session, now_ns: int) -> Outcome:
-        """Report a load that is over."""
         job, load, peer = task.job, task.slots, task.peer
         session.deadlines.pop(job.lease, None)
         slots = [slot for slot in job.slots if slot < p.DIRECT]

@@ -124,7 +124,6 @@ def network_of(host: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | Non
 
 
 def _read_hosts(value: object, _found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Read names, addresses and networks of hosts."""
     hosts = f'a list of up to {HOSTS_MAX} hosts such as "10.0.0.7", "10.0.0.0/8" or "prefill-1"'
     if not isinstance(value, list) or len(value) > HOSTS_MAX:
         raise wrong(hosts, value)

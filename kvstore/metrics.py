@@ -300,7 +300,6 @@ class Numbers:
     """What the store has counted, by metric name and label values; plain and cheap to add to."""
 
     def __init__(self) -> None:
-        """Count nothing yet."""
         self.counts: Counter[tuple[str, ...]] = Counter()
         self.gauges: dict[tuple[str, ...], float] = {}
         self.histograms = {

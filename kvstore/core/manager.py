@@ -294,7 +294,6 @@ class Manager:
         return outcomes
 
     def _became_ready(self, entry: Entry) -> None:
-        """A block can be read now."""
         self.slots.stored_s[entry.slot] = self.now_s
         self.slots.was_used[entry.slot] = 0
         tenants = self._tenants

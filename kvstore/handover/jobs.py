@@ -158,7 +158,6 @@ class Job(Move):
     landings: Places = field(init=False)  # where it is written to
 
     def __post_init__(self) -> None:
-        """Start without any block."""
         super().__post_init__()
         self.entries, self.landings = [None] * len(self.keys), Places(len(self.keys))
 
@@ -393,7 +392,6 @@ class Job(Move):
         return [position for position in positions if self.states[position] == SUMMED]
 
     def _learn(self, positions: Sequence[int], land: m.Land) -> None:
-        """Note engine blocks of the peer's."""
         if bool(land.ranks) == bool(self.ranks):
             raise ProtocolError(
                 f"{len(land.ranks)} ranks for job {self.number}, expected them once"

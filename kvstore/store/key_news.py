@@ -49,7 +49,6 @@ class KeyNews:
     """The blocks that an engine has to do with, and what it has not been told of them."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._tables: list[dict[BlockKey, int]] = [{} for _ in range(TABLES)]
         # Stored or not; None: as the engine was told before, and seems to have forgotten.
         self._waiting: OrderedDict[tuple[int, BlockKey], bool | None] = OrderedDict()

@@ -152,7 +152,6 @@ class History:
     """Samples of the tokens looked up and hit; written by the store's thread, any may read it."""
 
     def __init__(self, numbers: Numbers) -> None:
-        """Begin with the first tick."""
         self.samples: tuple[Tokens, ...] = ()
         self._numbers = numbers
         self._start_ns = self._next_ns = 0

@@ -347,7 +347,6 @@ class TransferLoop:
         return _OpenTransfer(asked, extent, len(blocks), step, start)
 
     def _start(self, peer: _Peer, found: _OpenTransfer) -> None:
-        """Start the next chunk of a transfer."""
         stop = found.at + found.step
         try:
             flight, over = found.start(slice(found.at, stop))

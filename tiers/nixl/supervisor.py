@@ -457,7 +457,6 @@ class Exporter:
             self._send_extent(extent)
 
     def _pause(self, now_ns: int) -> None:
-        """Set when to start again."""
         steady = now_ns - self._start_ns > _STEADY_NS
         self._pause_ns = 0 if steady else min(
             max(_PAUSE_MIN_NS, 2 * self._pause_ns), _PAUSE_MAX_NS
@@ -496,7 +495,6 @@ class Exporter:
             self._send(message, extent.fd)
 
     def _hear(self, child: Child) -> bool:
-        """Act on messages; return whether there were any."""
         heard = False
         try:
             for message in child.receive():

@@ -190,7 +190,6 @@ class Bucket:
     # On threads
 
     def _run(self, request: Request) -> Request:
-        """Make a request."""
         trial = request.verb == HEAD and request.anew
         if self._closed or (self.health.off and not trial):
             request.outcome, request.why = UNSENT, "the bucket is not used now"
