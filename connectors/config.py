@@ -194,6 +194,19 @@ class ExtraConfig(Section, frozen=True):
         found = {name: getattr(self, name) for name in names}
         return {name: value for name, value in found.items() if value is not None}
 
+    def private_settings(self, engine_id: str) -> dict[str, Any]:
+        """Return the settings of an engine's private store, as a store's file has them."""
+        from kvstore.launch import address_of  # noqa: PLC0415 - as below
+
+        server = {"socket": address_of(engine_id), "metrics": self.metrics or ""}
+        settings: dict[str, Any] = {"cpu": {"capacity": self.cpu_bytes}, "server": server}
+        settings["engine"] = self.engine
+        if self.nvme is not None:
+            settings["nvme"] = self.nvme
+        if self.listen is not None:
+            settings["peer"] = {"listen": self.listen, "eager": False}
+        return settings
+
     def find_store(self, engine_id: str) -> str:
         """Return the store's address; an engine's private one is started, unless it runs.
 
@@ -203,8 +216,7 @@ class ExtraConfig(Section, frozen=True):
             return self.store
         from kvstore.launch import ensure  # noqa: PLC0415 - only a private store is started here
 
-        given = self.nvme, self.listen, self.engine, self.metrics
-        return ensure(engine_id, self.cpu_bytes or 0, *given)
+        return ensure(self.private_settings(engine_id))
 
     @property
     def direct_way(self) -> DirectWay:
