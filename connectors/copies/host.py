@@ -195,7 +195,6 @@ class Copier(Protocol):
         Raises TierError, and copies nothing, for a slot that is not mapped or a block that the
         engine does not have.
         """
-        ...
 
 
 class Device:

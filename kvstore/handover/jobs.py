@@ -60,19 +60,15 @@ class Source(Protocol):
 
     def view(self, slot: Slot) -> memoryview:
         """Return a slot's bytes."""
-        ...
 
     def place(self, slot: Slot) -> tuple[int, int]:
         """Return a slot's extent and its number in there."""
-        ...
 
     def places(self, slots: array[int]) -> tuple[array[int], array[int]]:
         """Return the extent of each slot, and its number in there."""
-        ...
 
     def settle(self, extent: int, connection: int) -> None:
         """Wait no longer for this connection to map or unmap an extent."""
-        ...
 
 
 BUSY = bytes((STAGING, SUMMING, MOVING))

@@ -64,10 +64,6 @@ class KeyNews:
                 if len(table) > KEYS_MAX // TABLES:
                     self.lost += table.pop(next(iter(table))) > 0
 
-    def follows(self, key: BlockKey) -> bool:
-        """Tell whether the engine has to do with a block."""
-        return key in self._tables[hash(key) >> TABLE_SHIFT]
-
     def entered(self, keys: Iterable[BlockKey], medium: int) -> None:
         """Blocks can be read now in MEMORY, or on DISK."""
         for key in keys:
