@@ -28,14 +28,7 @@ from kvstore.core.segmented import SEGMENTED
 from kvstore.core.tier import leading_alike
 from kvstore.core.tiering import Found, Tiering
 from kvstore.core.trial import Cache, Trial
-from kvstore.core.types import (
-    BlockKey,
-    Chain,
-    JobKind,
-    JobResult,
-    LookupResult,
-    TransferJob,
-)
+from kvstore.core.types import BlockKey, Chain, JobKind, JobResult, LookupResult, TransferJob
 from kvstore.core.write_budget import WriteBudget
 from kvstore.metrics import MEMORY, NVME
 from kvstore.units import parse_bytes, wrong

@@ -25,14 +25,7 @@ from kvstore.core.tenants import Share
 from kvstore.core.types import BlockKey, Slot
 from tiers.nvme.files import ExtentFile, stride_of
 from tiers.nvme.index import DiskIndex, Durable, Record
-from tiers.nvme.messages import (
-    NO_PARENT,
-    NOWHERE,
-    RECORD_BYTES,
-    VALUE,
-    Page,
-    row_format,
-)
+from tiers.nvme.messages import NO_PARENT, NOWHERE, RECORD_BYTES, VALUE, Page, row_format
 
 POSITION = 0xFFFFFFFF  # in a place: extent << 32 | position
 SLICE = 1 << 14  # slots looked at

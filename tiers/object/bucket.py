@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import obstore
-from obstore.exceptions import (
-    BaseError,
-    NotFoundError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-)
+from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
 from kvstore.config import ObjectConfig
