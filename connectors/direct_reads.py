@@ -111,11 +111,6 @@ class PeerWrite(msgspec.Struct, eq=False):
     transfer: AgentTransfer | None = None
     until_ns: int = 0
 
-    @property
-    def bytes(self) -> int:
-        """Count the bytes handed to NIXL."""
-        return 0 if self.transfer is None else self.transfer.bytes
-
 
 class DirectTransfers:
     """One worker's direct loads and writes: the link thread receives, the copy thread moves."""

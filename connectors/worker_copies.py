@@ -187,9 +187,9 @@ class Copies:
         return NOTHING
 
     def _write_ended(self, task: WriteTask, end: WriteEnd) -> None:
-        number = task.write.message.write
+        number, transfer = task.write.message.write, task.write.transfer
         self._writes_open.discard(number)
-        copied = task.write.bytes if end == "all" else 0
+        copied = transfer.bytes if transfer is not None and end == "all" else 0
         task.session.send(p.BlocksWritten(number, end, copied))
 
     def _store(self, task: StoreTask) -> Outcome | None:
