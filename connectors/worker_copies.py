@@ -108,10 +108,7 @@ class Copies:
     """Queues copies and makes them; other threads queue, wait, and see what is open."""
 
     def __init__(
-        self,
-        device: Device,
-        blocks_per_chunk: tuple[int, ...],
-        direct: DirectTransfers | None,
+        self, device: Device, blocks_per_chunk: tuple[int, ...], direct: DirectTransfers | None
     ) -> None:
         """blocks_per_chunk: engine blocks in a block, by group."""
         self.session: Session | None = None  # set by the link thread

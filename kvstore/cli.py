@@ -204,9 +204,7 @@ def _add_size(size: argparse.ArgumentParser) -> None:
     size.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
-def _life_cycle(
-    add: Callable[..., argparse.ArgumentParser],
-) -> tuple[argparse.ArgumentParser, ...]:
+def _life_cycle(add: Callable[..., argparse.ArgumentParser]) -> tuple[argparse.ArgumentParser, ...]:
     """Add the commands that change how a running store goes on."""
     example = f"kvstore resize nvme 500GiB --store {_SOCKET}"
     text = "change the memory or disk capacity of a running store"

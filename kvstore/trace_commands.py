@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 512  # of Mooncake's traces
 BLOCK_TOKENS_MAX = 1 << 20
-COMPARED = {
-    "arc": "kvstore.replay_policies:Arc",
-    "s3-fifo": "kvstore.replay_policies:S3Fifo",
-}
+COMPARED = {"arc": "kvstore.replay_policies:Arc", "s3-fifo": "kvstore.replay_policies:S3Fifo"}
 """Policies of replay only."""
 BAR_COLUMNS = 40  # of a hit ratio of 1
 
