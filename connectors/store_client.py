@@ -511,7 +511,14 @@ class StoreClient:
             self._grants[granted.ask] = Grant(
                 lease=granted.lease,
                 until_ns=asked_ns + granted.lease_ms * 1_000_000 * 3 // 4,
-                hits=tuple(_unpack(hit) for hit in granted.hits),
+                hits=tuple(
+                    GroupHits(
+                        array(framing.U32, hit.indices),
+                        array(framing.U32, hit.slots),
+                        array(framing.U32, hit.generations),
+                    )
+                    for hit in granted.hits
+                ),
                 sources=granted.sources,
                 capped=granted.capped,
                 kept=ALL if granted.kept is None else granted.kept,
@@ -610,11 +617,3 @@ def _bytes_of(item: _Sized) -> int:
     if isinstance(item, p.EngineBlocks):
         return sum(map(len, item.keys)) + len(item.slots) + 2 * len(item.blocks)
     return len(item.hashes)
-
-
-def _unpack(hit: p.Hit) -> GroupHits:
-    return GroupHits(
-        array(framing.U32, hit.indices),
-        array(framing.U32, hit.slots),
-        array(framing.U32, hit.generations),
-    )
