@@ -266,8 +266,8 @@ ToProducer = Hello | Want | Land | Settle | Keep
 ToConsumer = Welcome | Refused | Noted | Offer | Have | Settled
 
 
-_for_producer = msgspec.msgpack.Decoder(ToProducer)
-_for_consumer = msgspec.msgpack.Decoder(ToConsumer)
+_for_producer: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(ToProducer)
+_for_consumer: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(ToConsumer)
 
 
 def decode_for_producer(data: bytes) -> Message:
