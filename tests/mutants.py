@@ -162,7 +162,10 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("side_channel_limits -k S2_log_lines", "LINES_MAX = 5", "LINES_MAX = 5_000"),
     ),
     "connectors/config.py": (
-        ("doors -k settings_that_an_engine_gives", 'settings["engine"] = self.engine'),
+        (
+            "doors -k settings_that_an_engine_gives",
+            'settings["engine"] = {name: text for name, text in given.items() if text is not None}',
+        ),
     ),
     "connectors/vllm.py": (
         ("engine/adapter -k S2_an_engine_whose_id", "refuse_engine_id(engine_id)"),
