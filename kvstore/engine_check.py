@@ -153,7 +153,6 @@ def _policy(table: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _extra(table: dict[str, Any]) -> tuple[ExtraConfig | None, Finding]:
-
     try:
         extra = parse_extra(table.get("kv_connector_extra_config", {}))
     except ConfigError as exc:
