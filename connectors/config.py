@@ -41,21 +41,18 @@ def _read_held(value: object, _found: Mapping[str, Any]) -> int:
 # none, and does not load kvstore.config.
 
 
-def _read_capacity(value: object, found: Mapping[str, Any]) -> int:
-    from kvstore.config import CpuConfig  # noqa: PLC0415 - see above
-
-    capacity_bytes: int = settings_of(CpuConfig)["capacity"].read(value, found)
-    return capacity_bytes
-
-
 def _as_given(section: str, name: str) -> Reader:
     """Check a value as a section of a store's file does, and keep its text for that section."""
 
     def read(value: object, found: Mapping[str, Any]) -> str:
-        from kvstore.config import EngineConfig, PeerConfig, ServerConfig  # noqa: PLC0415 - see above
+        from kvstore import config  # noqa: PLC0415 - see above
 
-        kinds: dict[str, type[Section]]
-        kinds = {"engine": EngineConfig, "peer": PeerConfig, "server": ServerConfig}
+        kinds: dict[str, type[Section]] = {
+            "cpu": config.CpuConfig,
+            "engine": config.EngineConfig,
+            "peer": config.PeerConfig,
+            "server": config.ServerConfig,
+        }
         settings_of(kinds[section])[name].read(value, found)
         return str(value)
 
@@ -77,7 +74,7 @@ class ExtraConfig(Section, frozen=True):
     store: Annotated[str | None, Setting(read_socket)]
     """Socket of a shared store, `"unix:///run/kvstore/kvstore.sock"`."""
 
-    cpu_bytes: Annotated[int | None, Setting(_read_capacity)]
+    cpu: Annotated[str | None, Setting(_as_given("cpu", "capacity"))]
     """Capacity of a private store, such as `"8GiB"`. The store starts and ends with the engine."""
 
     nvme: Annotated[dict[str, Any] | None, Setting(_read_nvme)]
@@ -187,12 +184,19 @@ class ExtraConfig(Section, frozen=True):
         given = {name: getattr(self, name) for name in READERS}
         return policy_of_read(given)
 
-    @property
-    def engine(self) -> dict[str, str]:
-        """What a private store's `[engine]` says."""
-        names = ("promote", "promote_limit", "event_tokens")
-        found = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in found.items() if value is not None}
+    def private_settings(self, engine_id: str) -> dict[str, Any]:
+        """Return the settings of an engine's private store, as a store's file has them."""
+        from kvstore.launch import address_of  # noqa: PLC0415 - as below
+
+        server = {"socket": address_of(engine_id), "metrics": self.metrics or ""}
+        settings: dict[str, Any] = {"cpu": {"capacity": self.cpu}, "server": server}
+        given = {name: getattr(self, name) for name in ("promote", "promote_limit", "event_tokens")}
+        settings["engine"] = {name: text for name, text in given.items() if text is not None}
+        if self.nvme is not None:
+            settings["nvme"] = self.nvme
+        if self.listen is not None:
+            settings["peer"] = {"listen": self.listen, "eager": False}
+        return settings
 
     def find_store(self, engine_id: str) -> str:
         """Return the store's address; an engine's private one is started, unless it runs.
@@ -203,8 +207,7 @@ class ExtraConfig(Section, frozen=True):
             return self.store
         from kvstore.launch import ensure  # noqa: PLC0415 - only a private store is started here
 
-        given = self.nvme, self.listen, self.engine, self.metrics
-        return ensure(engine_id, self.cpu_bytes or 0, *given)
+        return ensure(self.private_settings(engine_id))
 
     @property
     def direct_way(self) -> DirectWay:
@@ -217,7 +220,7 @@ class ExtraConfig(Section, frozen=True):
 def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
     """Check what an engine was given as `kv_connector_extra_config`."""
     found = read_section(ExtraConfig, table, SOURCE)
-    if (found.store is None) == (found.cpu_bytes is None):
+    if (found.store is None) == (found.cpu is None):
         given = "neither" if found.store is None else "both"
         raise ConfigError(
             f"{SOURCE}: expected one of store and cpu, found {given}: "

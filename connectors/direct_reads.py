@@ -111,11 +111,6 @@ class PeerWrite(msgspec.Struct, eq=False):
     transfer: AgentTransfer | None = None
     until_ns: int = 0
 
-    @property
-    def bytes(self) -> int:
-        """Count the bytes handed to NIXL."""
-        return 0 if self.transfer is None else self.transfer.bytes
-
 
 class DirectTransfers:
     """One worker's direct loads and writes: the link thread receives, the copy thread moves."""
@@ -367,7 +362,6 @@ class DirectTransfers:
     # Reads
 
     def _start_reads(self, load: PeerLoad) -> None:
-        """Start reading the blocks that can be read now."""
         found = []
         for block in load.moves:
             source = self._fetches.get(block[0], _UNKNOWN).sources.get(block[1])

@@ -304,7 +304,6 @@ class EngineAgent:
 
     @staticmethod
     def _collect(agent: Agent, transfer: AgentTransfer) -> None:
-        """Release the flights that are over."""
         flying, transfer.flights = transfer.flights, []
         for flight in flying:
             try:

@@ -32,12 +32,10 @@ class EngineRequest(Protocol):
     @property
     def num_in_flight_tokens(self) -> int:
         """How many of the computed tokens are of steps whose output is not there yet."""
-        ...
 
     @property
     def all_token_ids(self) -> Sequence[int]:
         """Its tokens, `num_tokens` of them or more."""
-        ...
 
 
 class EngineCache(Protocol):
@@ -46,20 +44,16 @@ class EngineCache(Protocol):
     @property
     def block_count(self) -> int:
         """How many engine blocks there are; their ids are smaller."""
-        ...
 
     @property
     def free_count(self) -> int:
         """How many of them can be allocated."""
-        ...
 
     def next_free(self, count: int) -> Iterable[tuple[int, bytes | None]]:
         """Yield the free blocks that get other content next, up to so many, and what each holds."""
-        ...
 
     def held(self, block: int) -> bytes | None:
         """Return the hash by which requests find an engine block; None: they do not."""
-        ...
 
 
 class Geometry(msgspec.Struct, frozen=True):

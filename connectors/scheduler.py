@@ -335,7 +335,6 @@ class SchedulerHalf:
         return StepMeta(early, stores, self._loads.take_jobs(), tuple(flush), idle, sent)
 
     def _store_complete(self, request_id: str, tokens: int, step: Step) -> None:
-        """Store what a request completes in a step."""
         tracked = self._requests.get(request_id)
         if tracked is None:
             return
@@ -467,7 +466,6 @@ class SchedulerHalf:
         return self._hand_overs.has_unstored(request_id)
 
     def _store_last(self, tracked: TrackedRequest, table: BlockTable) -> None:
-        """Store what is complete of a request that ends."""
         computed = tracked.request.num_computed_tokens
         if tracked.late and self._late is not None:
             self._late.store_complete(tracked, computed, lambda _: table)

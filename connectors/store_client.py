@@ -58,11 +58,9 @@ class GroupHits:
         self.end = indices[-1] + 1 if indices else 0  # behind the last one; most questions are
 
     def __len__(self) -> int:
-        """Count the blocks."""
         return len(self._indices)
 
     def __contains__(self, index: int) -> bool:
-        """Return True if a block is present."""
         if index >= self.end:
             return False
         return self._indices[bisect_left(self._indices, index)] == index
@@ -134,7 +132,6 @@ class KnownKeys:
         self._older.difference_update(keys)
 
     def __contains__(self, key: bytes) -> bool:
-        """Return True if a key is known."""
         return key in self._newer or key in self._older
 
     def all(self) -> list[bytes]:
@@ -514,7 +511,14 @@ class StoreClient:
             self._grants[granted.ask] = Grant(
                 lease=granted.lease,
                 until_ns=asked_ns + granted.lease_ms * 1_000_000 * 3 // 4,
-                hits=tuple(_unpack(hit) for hit in granted.hits),
+                hits=tuple(
+                    GroupHits(
+                        array(framing.U32, hit.indices),
+                        array(framing.U32, hit.slots),
+                        array(framing.U32, hit.generations),
+                    )
+                    for hit in granted.hits
+                ),
                 sources=granted.sources,
                 capped=granted.capped,
                 kept=ALL if granted.kept is None else granted.kept,
@@ -613,11 +617,3 @@ def _bytes_of(item: _Sized) -> int:
     if isinstance(item, p.EngineBlocks):
         return sum(map(len, item.keys)) + len(item.slots) + 2 * len(item.blocks)
     return len(item.hashes)
-
-
-def _unpack(hit: p.Hit) -> GroupHits:
-    return GroupHits(
-        array(framing.U32, hit.indices),
-        array(framing.U32, hit.slots),
-        array(framing.U32, hit.generations),
-    )

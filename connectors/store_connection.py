@@ -39,7 +39,6 @@ class Link:
     """One socket to the store. Sends never block; bytes the socket does not take wait here."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Take over a connected socket."""
         sock.setblocking(False)
         self._sock = sock
         self._decoder = framing.Decoder(p.ToEngine)
@@ -211,7 +210,6 @@ class Refusals:
     """Waits and log lines of one half of an engine that the store refuses."""
 
     def __init__(self, rank: int = 0) -> None:
-        """rank: of a worker."""
         self._rank = rank
         self._logged: set[str] = set()
         self._wait_s = 0.0

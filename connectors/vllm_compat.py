@@ -51,10 +51,7 @@ def check_supported(config: Any) -> None:
             config.model_config.enable_sleep_mode,
             f"enable_sleep_mode {config.model_config.enable_sleep_mode}, expected False: {ASLEEP}",
         ),
-        (
-            transfer.kv_role != "kv_both",
-            f"kv_role {transfer.kv_role!r}, expected 'kv_both'",
-        ),
+        (transfer.kv_role != "kv_both", f"kv_role {transfer.kv_role!r}, expected 'kv_both'"),
         (
             algorithm not in HASH_ALGORITHMS,
             f"prefix_caching_hash_algo {algorithm!r}, expected one of {HASH_ALGORITHMS}",

@@ -17,11 +17,7 @@ from connectors import vllm_version  # noqa: F401 - the first, see there
 
 # isort: split
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import (
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-)
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
 from kvstore.core.errors import NotSupported
 from kvstore.core.layout import LayerGeometry, PageForm

@@ -39,7 +39,6 @@ class Session:
     """One attachment of a worker to its store: the memory that copies use while it lasts."""
 
     def __init__(self, link: Link, welcome: p.Welcome, copier: Copier) -> None:
-        """copier: follows the layout of this welcome."""
         self.number = welcome.session
         self.link, self.copier = link, copier
         self.slots = SlotMap()
@@ -109,10 +108,7 @@ class Copies:
     """Queues copies and makes them; other threads queue, wait, and see what is open."""
 
     def __init__(
-        self,
-        device: Device,
-        blocks_per_chunk: tuple[int, ...],
-        direct: DirectTransfers | None,
+        self, device: Device, blocks_per_chunk: tuple[int, ...], direct: DirectTransfers | None
     ) -> None:
         """blocks_per_chunk: engine blocks in a block, by group."""
         self.session: Session | None = None  # set by the link thread
@@ -188,9 +184,9 @@ class Copies:
         return NOTHING
 
     def _write_ended(self, task: WriteTask, end: WriteEnd) -> None:
-        number = task.write.message.write
+        number, transfer = task.write.message.write, task.write.transfer
         self._writes_open.discard(number)
-        copied = task.write.bytes if end == "all" else 0
+        copied = transfer.bytes if transfer is not None and end == "all" else 0
         task.session.send(p.BlocksWritten(number, end, copied))
 
     def _store(self, task: StoreTask) -> Outcome | None:
@@ -257,7 +253,6 @@ class Copies:
         task.deadline = session.deadlines[job.lease] = deadline
 
     def _loaded(self, task: LoadTask, session: Session, now_ns: int) -> Outcome:
-        """Report a load that is over."""
         job, load, peer = task.job, task.slots, task.peer
         session.deadlines.pop(job.lease, None)
         slots = [slot for slot in job.slots if slot < p.DIRECT]

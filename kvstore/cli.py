@@ -14,9 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
 
 from kvstore import __version__, trace_commands
 from kvstore.arguments import Parser, count, every, prepare_streams, print_json, seconds
@@ -28,9 +25,6 @@ from kvstore.units import one_line
 from kvstore.wire.credentials import read_user
 from tiers.nvme.fsck_report import MEANINGS, Amount, FsckReport
 
-if TYPE_CHECKING:
-    from kvstore.store.pins import Pinned
-
 _SOCKET = "unix:///run/kvstore/kvstore.sock"
 log = logging.getLogger(__name__)
 
@@ -40,7 +34,6 @@ SECONDS_MAX = 600
 TEXT_MAX = 2000  # characters of a finding
 BLOCK_MAX = 1 << 20
 COUNT_MAX = 10**9
-PINS_FILE_MAX = 64 << 20  # bytes; all that a store pins at most has fewer in hexadecimal digits
 
 _EXAMPLES = """\
 examples:
@@ -72,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_streams()
     chosen = _parser().parse_args(arguments)
     try:
-        status: int = chosen.run(chosen)
+        status: int = chosen.run(chosen) or 0
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
@@ -211,9 +204,7 @@ def _add_size(size: argparse.ArgumentParser) -> None:
     size.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
-def _life_cycle(
-    add: Callable[..., argparse.ArgumentParser],
-) -> tuple[argparse.ArgumentParser, ...]:
+def _life_cycle(add: Callable[..., argparse.ArgumentParser]) -> tuple[argparse.ArgumentParser, ...]:
     """Add the commands that change how a running store goes on."""
     example = f"kvstore resize nvme 500GiB --store {_SOCKET}"
     text = "change the memory or disk capacity of a running store"
@@ -272,7 +263,7 @@ def _user(text: str) -> int:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
-def _serve(chosen: argparse.Namespace) -> int:
+def _serve(chosen: argparse.Namespace) -> None:
     from kvstore.check import notes, require
     from kvstore.config import ConfigFile, of_text, text_of
     from kvstore.listener import listen
@@ -292,7 +283,6 @@ def _serve(chosen: argparse.Namespace) -> int:
         log.warning("%s: %s", finding.what, finding.text)
     serve(config, listener, systemd=systemd, source=ConfigFile.of(chosen.config, text))
     log.info("stopped")
-    return 0
 
 
 def _check(chosen: argparse.Namespace) -> int:
@@ -360,7 +350,7 @@ def _check_disk(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _size(chosen: argparse.Namespace) -> int:
+def _size(chosen: argparse.Namespace) -> None:
     from kvstore.config import CpuConfig, NvmeConfig, load
     from kvstore.model_size import model_size, report, show
     from kvstore.settings import read_section
@@ -383,59 +373,6 @@ def _size(chosen: argparse.Namespace) -> int:
         print_json(told)
     else:
         show(told)
-    return 0
-
-
-def _status(chosen: argparse.Namespace) -> int:
-    from kvstore.store import admin
-
-    found = admin.status(chosen.store, user=chosen.user)
-    if chosen.json:
-        print_json(found)
-        return 0
-    from kvstore.printing import output
-    from kvstore.store.top import words
-
-    output().print(words(found))
-    return 0
-
-
-def _top(chosen: argparse.Namespace) -> int:
-    from kvstore.store import admin
-    from kvstore.store.top import watch
-
-    ask = partial(admin.status, chosen.store, user=chosen.user)
-    watch(ask, chosen.every, once=chosen.once, as_json=chosen.json)
-    return 0
-
-
-def _stats(chosen: argparse.Namespace) -> int:
-    from kvstore.store import admin
-
-    found = admin.stats(chosen.store, user=chosen.user)
-    if chosen.json:
-        print_json(found)
-        return 0
-    from kvstore.printing import output, table
-
-    shown = table("metric", "labels", "value>")
-    for stat in found:
-        labels = " ".join(f"{name}={label}" for name, label in stat.labels.items())
-        shown.add_row(stat.name, labels, f"{stat.value:,.10g}")
-    output().print(shown)
-    return 0
-
-
-def _clear(chosen: argparse.Namespace) -> int:
-    from kvstore.store import admin
-
-    left = sum(
-        int(stat.value)
-        for stat in admin.clear(chosen.store, user=chosen.user)
-        if stat.name == "kvstore_slots" and stat.labels.get("state") == "used"
-    )
-    print(f"cleared; {left} blocks are in use and stay until their requests end")
-    return 0
 
 
 def _fsck(chosen: argparse.Namespace) -> int:
@@ -492,205 +429,27 @@ def _show_fsck(report: FsckReport) -> None:
     )
 
 
-def _resize(chosen: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from kvstore.config import CpuConfig, NvmeConfig
-    from kvstore.settings import settings_of
-    from kvstore.store import admin
-    from kvstore.units import sized
-
-    kind = CpuConfig if chosen.tier == "cpu" else NvmeConfig
-    try:
-        capacity = int(settings_of(kind)["capacity"].read(chosen.capacity, {}))
-    except ConfigError as exc:
-        raise ConfigError(f"capacity: {exc}") from None
-    deadline_s = time.monotonic() + chosen.wait
-    with Console(stderr=True).status("resizing") as status:
-        for used, cap, held in admin.resize(chosen.store, chosen.tier, capacity, chosen.user):
-            waits = f", waits for {held:,} slots that requests or engines hold" if held else ""
-            now = f"{chosen.tier}: capacity {sized(cap)}, {sized(used)} in use"
-            status.update(now + waits)
-            if time.monotonic() >= deadline_s:
-                break
-    print(now)
-    if used > cap:
-        print(f"not yet within its capacity{waits}; the store goes on", file=sys.stderr)
-    if chosen.persist:
-        _persist(chosen)
-    else:
-        text = "after a restart the capacity of the configuration file holds again (--persist)"
-        print(text, file=sys.stderr)
-    return int(used > cap)
-
-
-def _persist(chosen: argparse.Namespace) -> None:
-    """Write a capacity that the store has to the file that it was started with."""
-    from kvstore.config_edit import NotWritten, persist
-    from kvstore.store import admin
-
-    source = admin.source(chosen.store, user=chosen.user)
-    if source is None:
-        raise NotWritten("not written: this store has no file of settings; it is an engine's own")
-    capacity = chosen.capacity.strip()
-    value = capacity if capacity.isdecimal() else f'"{capacity}"'
-    persist(source, chosen.tier, "capacity", value)
-    admin.reload(chosen.store, user=chosen.user)  # so that it knows the file as it is now
-    print(f"{source.path}: [{chosen.tier}] capacity = {value}")
-
-
-def _reload(chosen: argparse.Namespace) -> int:
-    from kvstore.store import admin
-
-    found = admin.reload(chosen.store, user=chosen.user)
-    if chosen.json:
-        print_json(found.differing)
-        return 0
-    for difference in found.differing:
-        print(difference.text)
-    if not found.differing:
-        print("nothing differs from the file")
-    return 0
-
-
-def _quota(chosen: argparse.Namespace) -> int:
-    from kvstore.printing import output, table
-    from kvstore.settings import read_tenant
-    from kvstore.store import admin
-    from kvstore.units import parse_bytes, sized
-
-    if chosen.tenant is None and chosen.floor is None:
-        found = admin.quotas(chosen.store, chosen.user)
-    elif chosen.bytes is None:
-        raise ConfigError("quota: expected a tenant, a tier and a quota, or nothing")
-    else:
-        read_tenant(chosen.tenant, {})
-        limit = None if chosen.bytes == "none" else parse_bytes(chosen.bytes)
-        keeps = 0 if chosen.floor is None else parse_bytes(chosen.floor)
-        found = admin.set_quota(chosen.store, chosen.tenant, chosen.tier, limit, keeps, chosen.user)
-        print("after a restart the limits of the configuration file hold again", file=sys.stderr)
-    if chosen.json:
-        print_json(found)
-        return 0
-    shown = table("tenant", "tier", "used>", "quota>", "floor>")
-    for each in found:
-        quota = "none" if each.quota_bytes is None else sized(each.quota_bytes)
-        used, floor = sized(each.used_bytes), sized(each.floor_bytes)
-        shown.add_row(each.tenant, each.tier, used, quota, floor)
-    output().print(shown)
-    return 0
-
-
-def _pin(chosen: argparse.Namespace) -> int:
-    from rich.text import Text
-
-    from kvstore.printing import output, table
-    from kvstore.store import admin
-    from kvstore.units import sized
-
-    for wanted in () if chosen.file is None else _pins_in(chosen.file):
-        admin.pin(chosen.store, wanted, chosen.user)
-    found = admin.pins(chosen.store, chosen.user)
-    if chosen.json:
-        print_json(found)
-        return 0
-    shown = table("name", "tenant", "model", "namespace", "blocks>", "of>", "size>")
-    for each in found:
-        blocks, asked = f"{each.blocks:,}", f"{each.asked:,}"
-        named = each.name, each.tenant, each.model, one_line(each.namespace[:12], 12)
-        shown.add_row(*map(Text, named), blocks, asked, sized(each.bytes))
-    output().print(shown)
-    return 0
-
-
-def _unpin(chosen: argparse.Namespace) -> int:
-    from kvstore.store import admin
-
-    left = admin.unpin(chosen.store, chosen.name, chosen.user)
-    print(f"{chosen.name} may leave memory from now on; {len(left)} pins are left")
-    return 0
-
-
-def _warm(chosen: argparse.Namespace) -> int:
-    from kvstore.printing import share
-    from kvstore.store import admin
-
-    wanted, found = _pins_in(chosen.file), list[dict[str, object]]()
-    with share() as tell:
-        for count, each in enumerate(wanted):
-            tell(count / len(wanted), each.name)
-            blocks = admin.warm(chosen.store, each, chosen.user)
-            asked = len(each.prefix.hashes) // max(1, each.width)
-            found.append({"name": each.name, "blocks": blocks, "asked": asked})
-    if chosen.json:
-        print_json(found)
-    else:
-        for row in found:
-            print(f"{row['name']}: {row['blocks']:,} of {row['asked']:,} blocks in memory")
-    return 0
-
-
-def _pins_in(path: Path) -> list[Pinned]:
-    """Read what `kvstore pin --json` has printed. Raises ConfigError."""
-    from kvstore.config import read_file
-    from kvstore.store.pins import Pinned
-
-    try:
-        return msgspec.json.decode(read_file(path, PINS_FILE_MAX), type=list[Pinned])
-    except OSError as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise ConfigError(f"{path}: expected what `kvstore pin --json` prints: {exc}") from exc
-
-
-def _log_level(chosen: argparse.Namespace) -> int:
-    from kvstore.store import admin
-
-    admin.log_level(chosen.store, chosen.level, user=chosen.user)
-    print(f"log level {chosen.level}, until the store ends")
-    return 0
-
-
-def _drain(chosen: argparse.Namespace) -> int:
-    from kvstore.printing import share
-    from kvstore.store import admin
-    from kvstore.store.drain import DRAIN, DRAIN_CANCEL, DRAIN_NOW
-
-    what = DRAIN_CANCEL if chosen.cancel else DRAIN_NOW if chosen.now else DRAIN
-    deadline_s = time.monotonic() + chosen.wait
-    with share() as tell:
-        for state in admin.drain(chosen.store, what, chosen.user):
-            text = f"{state.engines} engines attached, {state.queued:,} blocks to write"
-            tell(state.written / max(1, state.written + state.queued), text)
-            if time.monotonic() >= deadline_s:
-                break
-    if chosen.json:
-        print_json(state)
-    elif chosen.cancel:
-        print("the store takes engines and peers again")
-    elif state.done:
-        print(f"drained: {state.written:,} blocks written, no engine is attached")
-    else:
-        print(f"not drained yet: {text}; the store goes on")
-    if state.failed:
-        print(f"{state.failed:,} blocks could not be written; see the log", file=sys.stderr)
-    return int(not chosen.cancel and (not state.done or state.failed > 0))
-
-
-def _keygen(chosen: argparse.Namespace) -> int:
+def _keygen(chosen: argparse.Namespace) -> None:
     from kvstore.handover.cluster_key import ClusterKey
 
     ClusterKey.make(chosen.path)
     print(f"{chosen.path}: new cluster key; copy it to each store and name it in [peer] key")
-    return 0
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "serve": _serve, "check": _check, "size": _size, "status": _status, "top": _top,
-    "stats": _stats, "clear": _clear, "resize": _resize, "reload": _reload, "drain": _drain,
-    "quota": _quota, "pin": _pin, "unpin": _unpin, "warm": _warm, "fsck": _fsck,
-    "keygen": _keygen, "log-level": _log_level,
-    **trace_commands.COMMANDS,
+def _ask_store(name: str, chosen: argparse.Namespace) -> int | None:
+    from kvstore.store_commands import COMMANDS
+
+    return COMMANDS[name](chosen)
+
+
+_OF_STORES = (
+    *("status", "top", "stats", "clear", "resize", "reload", "drain", "quota", "pin", "unpin"),
+    *("warm", "log-level", "record", "advise"),
+)
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "serve": _serve, "check": _check, "size": _size, "fsck": _fsck, "keygen": _keygen,
+    "replay": trace_commands.replay_trace,
+    **{name: partial(_ask_store, name) for name in _OF_STORES},
 }  # fmt: skip
 
 if __name__ == "__main__":

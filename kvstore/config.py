@@ -77,14 +77,14 @@ def _read_address(value: object, _found: Mapping[str, Any]) -> Address | None:
         return None
     pattern = r"(\[[0-9a-fA-F:.]+\]|[^\s\0:/\[\]]+):([0-9]{1,5})"
     match = re.fullmatch(pattern, value, re.ASCII) if isinstance(value, str) else None
-    if match is None or int(match[2]) > PORT_MAX or not _may_be_host(match[1]):
+    if match is None or int(match[2]) > PORT_MAX or not may_be_host(match[1]):
         address = f'"host:port" with a port up to {PORT_MAX}, such as "127.0.0.1:9400"'
         raise wrong(f'{address}, or "" for none', value)
     return Address(match[1].strip("[]"), int(match[2]))
 
 
-def _may_be_host(name: str) -> bool:
-    """Tell whether a call of the system takes a name: it is encoded label by label."""
+def may_be_host(name: str) -> bool:
+    """Tell whether a resolver takes a name: no label of it is empty, or too long."""
     try:
         return bool(name.encode("idna"))
     except UnicodeError:
@@ -124,7 +124,6 @@ def network_of(host: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | Non
 
 
 def _read_hosts(value: object, _found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Read names, addresses and networks of hosts."""
     hosts = f'a list of up to {HOSTS_MAX} hosts such as "10.0.0.7", "10.0.0.0/8" or "prefill-1"'
     if not isinstance(value, list) or len(value) > HOSTS_MAX:
         raise wrong(hosts, value)

@@ -17,7 +17,6 @@ from connectors.config import ExtraConfig, block_tokens_of, parse_extra, refuse_
 from kvstore.check import Finding, Level, examine
 from kvstore.config import parse
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError
-from kvstore.launch import address_of, private_settings
 from kvstore.model_size import BLOCK_SIZE, BLOCK_SIZE_CPU, ModelSize, model_size
 from kvstore.settings import refuse_unknown, settings_of
 from kvstore.store import admin
@@ -154,7 +153,6 @@ def _policy(table: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _extra(table: dict[str, Any]) -> tuple[ExtraConfig | None, Finding]:
-
     try:
         extra = parse_extra(table.get("kv_connector_extra_config", {}))
     except ConfigError as exc:
@@ -194,13 +192,8 @@ def _private(
     extra: ExtraConfig, table: dict[str, Any], size: ModelSize | None
 ) -> Iterator[Finding]:
     """Check what a private store needs; a block of the model has to fit into its extents."""
-    address = address_of(str(table.get("engine_id", "")))
-    config = parse(
-        private_settings(
-            address, extra.cpu_bytes or 0, extra.nvme, extra.listen, extra.engine, extra.metrics
-        ),
-        source="the private store",
-    )
+    settings = extra.private_settings(str(table.get("engine_id", "")))
+    config = parse(settings, source="the private store")
     for finding in examine(config):
         if finding.what in OF_A_PRIVATE_STORE:
             yield finding

@@ -50,43 +50,12 @@ def _own_folder(folder: Path) -> None:
         raise ConfigError(f"{folder}: expected uid {os.geteuid()}, found uid {found.st_uid}")
 
 
-def private_settings(
-    address: str,
-    cpu_bytes: int,
-    nvme: Mapping[str, Any] | None = None,
-    peer: str | None = None,
-    engine: Mapping[str, str] | None = None,
-    metrics: str | None = None,
-) -> dict[str, Any]:
-    """Return the settings of a private store, as a store's file has them.
+def ensure(settings: Mapping[str, Any]) -> str:
+    """Start a private store with these settings unless it runs; return its address.
 
-    nvme: its `[nvme]`, None for no disk. peer: `listen` of its `[peer]`, None for no hand-over and
-    no open port. engine: its `[engine]`. metrics: where its endpoint listens, if it has one.
+    Raises ConfigError when no process can be started.
     """
-    server = {"socket": address, "metrics": metrics or ""}
-    settings: dict[str, Any] = {"cpu": {"capacity": cpu_bytes}, "server": server}
-    if engine:
-        settings["engine"] = dict(engine)
-    if nvme is not None:
-        settings["nvme"] = dict(nvme)
-    if peer is not None:
-        settings["peer"] = {"listen": peer, "eager": False}
-    return settings
-
-
-def ensure(
-    engine_id: str,
-    cpu_bytes: int,
-    nvme: Mapping[str, Any] | None = None,
-    peer: str | None = None,
-    engine: Mapping[str, str] | None = None,
-    metrics: str | None = None,
-) -> str:
-    """Start the engine's private store unless it runs; return its address.
-
-    The others are those of private_settings(). Raises ConfigError when no process can be started.
-    """
-    address = address_of(engine_id)
+    address: str = settings["server"]["socket"]
     folder = Path(address).parent
     _own_folder(folder)
     try:
@@ -94,7 +63,6 @@ def ensure(
     except TakenError:
         return address
     sweep(folder)
-    settings = private_settings(address, cpu_bytes, nvme, peer, engine, metrics)
     command = [sys.executable, "-P", "-m", "kvstore.store.embedded", json.dumps(settings)]
     passed = (listener.sock.fileno(), listener.lock_fd)
     try:

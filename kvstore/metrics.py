@@ -242,6 +242,7 @@ TABLE = (
          "Engine sessions, by phase.", ("phase",)),
 )
 # fmt: on
+LABELS = {spec.name: spec.labels for spec in TABLE}
 
 
 def zeros(tiers: Sequence[str], namespace: str | None = None) -> Iterator[tuple[str, ...]]:
@@ -300,7 +301,6 @@ class Numbers:
     """What the store has counted, by metric name and label values; plain and cheap to add to."""
 
     def __init__(self) -> None:
-        """Count nothing yet."""
         self.counts: Counter[tuple[str, ...]] = Counter()
         self.gauges: dict[tuple[str, ...], float] = {}
         self.histograms = {
@@ -365,8 +365,7 @@ class Numbers:
 
     def value(self, name: str, *labels: str) -> float:
         """Read one number back; of a counter of namespaces, without that label, all in sum."""
-        spec = next(spec for spec in TABLE if spec.name == name)
         found = self.values()
-        if len(labels) == len(spec.labels):
+        if len(labels) == len(LABELS[name]):
             return found.get((name, *labels), 0)
         return sum(v for key, v in found.items() if key[0] == name and key[2:] == labels)

@@ -271,10 +271,8 @@ class _Config:
 
     def _layers(self) -> Counter[str]:
         """Count the layers of each kind; a layer can be of two."""
-        values, count = (
-            self._values,
-            self._number("num_hidden_layers", "n_layer", "num_layers", most=LAYERS_MAX),
-        )
+        values = self._values
+        count = self._number("num_hidden_layers", "n_layer", "num_layers", most=LAYERS_MAX)
         shared = self._number("num_kv_shared_layers", default=0)
         types, pattern = values.get("layer_types"), values.get("hybrid_override_pattern")
         if isinstance(pattern, str):

@@ -28,14 +28,7 @@ from kvstore.core.segmented import SEGMENTED
 from kvstore.core.tier import leading_alike
 from kvstore.core.tiering import Found, Tiering
 from kvstore.core.trial import Cache, Trial
-from kvstore.core.types import (
-    BlockKey,
-    Chain,
-    JobKind,
-    JobResult,
-    LookupResult,
-    TransferJob,
-)
+from kvstore.core.types import BlockKey, Chain, JobKind, JobResult, LookupResult, TransferJob
 from kvstore.core.write_budget import WriteBudget
 from kvstore.metrics import MEMORY, NVME
 from kvstore.units import parse_bytes, wrong
@@ -95,7 +88,6 @@ class Trace(msgspec.Struct, frozen=True):
     requests: list[Request]
     unique: int
     blocks: int
-    longest: int
 
     @property
     def ns(self) -> int:
@@ -140,7 +132,7 @@ def read_trace(path: Path) -> Trace:
     """Read a trace, compressed or not. Raises ConfigError with the number of a wrong line."""
     requests: list[Request] = []
     seen: set[int] = set()
-    blocks = longest = 0
+    blocks = 0
     names: dict[int | str, int] = {}
     decoder = msgspec.json.Decoder(_Line)
     for number, line in _lines(path):
@@ -152,14 +144,14 @@ def read_trace(path: Path) -> Trace:
         count = len(request.hash_ids)
         if len(set(request.hash_ids)) < count:
             raise ConfigError(f"{path}:{number}: expected blocks that differ, found one twice")
-        blocks, longest = blocks + count, max(longest, count)
+        blocks += count
         if blocks > BLOCKS_MAX:
             raise ConfigError(f"{path}:{number}: expected up to {BLOCKS_MAX:,} blocks, found more")
         seen.update(request.hash_ids)
         requests.append(request)
     if not blocks:
         raise ConfigError(f"{path}: expected requests with blocks, found none")
-    return Trace(requests, len(seen), blocks, longest)
+    return Trace(requests, len(seen), blocks)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,7 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 512  # of Mooncake's traces
 BLOCK_TOKENS_MAX = 1 << 20
-COMPARED = {
-    "arc": "kvstore.replay_policies:Arc",
-    "s3-fifo": "kvstore.replay_policies:S3Fifo",
-}
+COMPARED = {"arc": "kvstore.replay_policies:Arc", "s3-fifo": "kvstore.replay_policies:S3Fifo"}
 """Policies of replay only."""
 BAR_COLUMNS = 40  # of a hit ratio of 1
 
@@ -81,49 +77,6 @@ def add_replay(add: Add) -> None:
     replay.add_argument("--json", action="store_true", help="print JSON instead")
 
 
-def _advise(chosen: argparse.Namespace) -> int:
-    from kvstore.store import admin
-    from kvstore.store.advise import advise, sentence
-
-    prices = {"cpu": chosen.cpu_price, "nvme": chosen.nvme_price}
-    given = {tier: price for tier, price in prices.items() if price is not None}
-    found = advise(admin.status(chosen.store, user=chosen.user), given)
-    if chosen.json:
-        print_json(found)
-        return 0
-    for each in found:
-        print(sentence(each))
-    if not found:
-        print("nothing to say yet: no engine has asked for blocks since the store's start")
-    return 0
-
-
-def _record(chosen: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from kvstore.store.record import Written, record
-    from kvstore.units import parse_bytes, sized
-
-    most = parse_bytes(chosen.max)
-
-    def told(done: Written) -> str:
-        counts = f"{done.requests:,} requests, {done.blocks:,} blocks"
-        return f"{done.seconds:.0f} s: {counts}, {sized(done.bytes)}"
-
-    with Console(stderr=True).status("recording") as status:
-        done = record(
-            chosen.store, chosen.file, chosen.seconds, most, chosen.user,
-            lambda done: status.update(told(done)),
-        )  # fmt: skip
-    if chosen.json:
-        print_json(done)
-    else:
-        print(f"{chosen.file}: {told(done)}")
-    if done.dropped:
-        print(f"{done.dropped:,} lookups came too fast and are missing", file=sys.stderr)
-    return 0
-
-
 def _policy(name: str) -> str | MakePolicy:
     from kvstore.config import read_policy
     from kvstore.store.plugin_policy import find_policy
@@ -145,7 +98,8 @@ def _chart(path: Path) -> Callable[[str, Sequence[Outcome]], None]:
     return partial(draw, path)
 
 
-def _replay(chosen: argparse.Namespace) -> int:
+def replay_trace(chosen: argparse.Namespace) -> None:
+    """Say what a trace would have hit."""
     from kvstore.gc_tuning import collect_young_only
     from kvstore.printing import share
     from kvstore.replay import Outcome, blocks_of, budget_of, read_trace, replay
@@ -185,7 +139,6 @@ def _replay(chosen: argparse.Namespace) -> int:
         print_json(outcomes[0].found)
     else:
         _show(outcomes[0].found)
-    return 0
 
 
 def _show(found: Replayed) -> None:
@@ -226,10 +179,3 @@ def _show_all(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
             "█" * round(BAR_COLUMNS * found.block_hit_ratio),
         )
     output().print(shown)
-
-
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "replay": _replay,
-    "record": _record,
-    "advise": _advise,
-}

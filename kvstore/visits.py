@@ -20,7 +20,6 @@ class Visits:
     """The things of one kind that are awake, by name."""
 
     def __init__(self) -> None:
-        """All are at rest."""
         self._awake: dict[str, None] = {}  # in the order in which they woke
         self._round: Iterator[str] = iter(())  # names whose turn is still to come
         self._rested_ns = 0  # when things at rest were last visited
@@ -34,7 +33,6 @@ class Visits:
         self._awake.pop(name, None)
 
     def __bool__(self) -> bool:
-        """True if any is awake."""
         return bool(self._awake)
 
     def awake(self, things: Mapping[str, T]) -> list[T]:

@@ -161,11 +161,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/logs.py": (
         ("side_channel_limits -k S2_log_lines", "LINES_MAX = 5", "LINES_MAX = 5_000"),
     ),
-    "kvstore/launch.py": (
-        ("doors -k settings_that_an_engine_gives", 'settings["engine"] = dict(engine)'),
-    ),
     "connectors/config.py": (
-        ("doors -k settings_that_an_engine_gives", ", self.listen, self.engine", ", self.listen"),
+        (
+            "doors -k settings_that_an_engine_gives",
+            'settings["engine"] = {name: text for name, text in given.items() if text is not None}',
+        ),
     ),
     "connectors/vllm.py": (
         ("engine/adapter -k S2_an_engine_whose_id", "refuse_engine_id(engine_id)"),
@@ -283,7 +283,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("turns -k M3", "self._gauges_fresh.wait(_GAUGES_S)", "self._gauges_fresh.wait()"),
         (
             "local_limits -k S2_one_read",
-            "if connection.refused or connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:",
+            "if connection.refused or connection.outbox.bytes > limits.OUTBOX_BYTES_MAX:",
         ),
         ("store_disk -k while_a_peer_calls", "self._leave_all_but_engines()"),
         (

@@ -6,7 +6,7 @@ OPS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "tiers/nvme/disk.py": (
         (
             "nvme_failing -k O17_what_is_written",
-            "close = self.attached.closing(self.attached.commits.last(clean=clean))",
+            "close = self.attached.closing(self.attached.commits.take(clean=clean)[1])",
         ),
     ),
     "tiers/nvme/attached.py": (("turns -k S4_a_disk_forgets", "self._left.update(space.counts)"),),

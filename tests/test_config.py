@@ -306,9 +306,11 @@ def test_extra_config_sizes_a_private_store() -> None:
     same = {"listen": "127.0.0.1:9", "promote": "5s", "two_way": True, "recompute_threshold": 64,
             "direct": True}  # fmt: skip
     found = parse_extra({"cpu": "8GiB", "lease": "1m", "decode_ttl": "5m", **same})
-    read = {"store": None, "cpu": 8 * GIB, "lease": 60 * 10**9, "decode_ttl": 300 * 10**9}
+    read = {"store": None, "cpu": "8GiB", "lease": 60 * 10**9, "decode_ttl": 300 * 10**9}
     assert msgspec.to_builtins(found) == SHARED | same | read
-    assert found.engine == {"promote": "5s"}
+    settings = found.private_settings("engine")
+    assert settings["engine"] == {"promote": "5s"}
+    assert parse(settings).cpu.capacity_bytes == 8 * GIB
 
 
 def test_direct_goes_with_every_way_to_transfer() -> None:

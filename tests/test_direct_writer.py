@@ -58,7 +58,8 @@ def test_L1_direct_a_worker_writes_engine_blocks_to_a_peers() -> None:
     assert writer.written == [(0, [1, 2], [3, 4])], "once"
     writer.hangs = False
     assert made.advance_write(giving, 2, session_over=False) == "all"
-    assert giving.bytes == 64
+    assert giving.transfer is not None
+    assert giving.transfer.bytes == 64
 
 
 @pytest.mark.parametrize("how", ["session", "refused", "numbers", "clean", "failed"])

@@ -54,6 +54,11 @@ def as_stranger(code: str, *arguments: str, groups: Sequence[int] = ()) -> subpr
     )
 
 
+def private(engine: str) -> str:
+    """Start an engine's private store, as its connector does; return its address."""
+    return parse_extra({"cpu": "64MiB"}).find_store(engine)
+
+
 @pytest.fixture
 def ended() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes that are killed at the end."""
@@ -167,7 +172,7 @@ def test_S1_another_user_cannot_take_the_name_of_a_private_store(
     taker = as_stranger(LISTENS, address.replace("\0", "@"))
     ended.append(taker)
     assert heard(taker) == b"", "it has the name"
-    found = launch.ensure(engine, 64 << 20)
+    found = private(engine)
     assert admin.stats(f"engine:{engine}")
     unix = as_stranger("sys.stdout.write(open('/proc/net/unix').read())")
     seen = unix.communicate()[0]
@@ -183,11 +188,11 @@ def test_S6_a_private_store_serves_an_engine_that_has_closed_its_standard_error(
     engine = f"engine {secrets.token_hex(4)}"
     code = f"""
         import os
-        from kvstore import launch
+        from connectors.config import parse_extra
         from kvstore.store import admin
         os.close(2)
         assert os.open(os.devnull, os.O_RDONLY) == 2, "which the store does not get"
-        launch.ensure({engine!r}, 64 << 20)
+        parse_extra({{"cpu": "64MiB"}}).find_store({engine!r})
         print(len(admin.stats("engine:{engine}")))
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
@@ -204,7 +209,7 @@ def test_S1_another_users_folder_is_not_used(
     mine.mkdir(mode=0o700)
     os.chown(mine, STRANGER, STRANGER)
     with pytest.raises(ConfigError, match=rf"{mine}: expected a directory of uid 0.* {STRANGER}"):
-        launch.ensure("engine", 64 << 20)
+        private("engine")
     assert list(mine.iterdir()) == []
 
 
@@ -217,7 +222,7 @@ def test_S1_an_open_folder_is_not_used(
     mine.mkdir()
     mine.chmod(mode)
     with pytest.raises(ConfigError, match=f"found mode {mode:04o}: chmod 0700"):
-        launch.ensure("engine", 64 << 20)
+        private("engine")
 
 
 def test_S1_a_folder_reached_through_a_link_is_not_used(
@@ -227,7 +232,7 @@ def test_S1_a_folder_reached_through_a_link_is_not_used(
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / f"kvstore-{os.geteuid()}").symlink_to("elsewhere")
     with pytest.raises(ConfigError, match="expected a directory, found something else"):
-        launch.ensure("engine", 64 << 20)
+        private("engine")
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -239,20 +244,20 @@ def test_S1_a_folder_that_others_can_rename_is_not_used(
     shared.chmod(0o777)
     monkeypatch.setattr(launch, "_FOLDERS", shared)
     with pytest.raises(ConfigError, match="found mode 0777"):
-        launch.ensure("engine", 64 << 20)
+        private("engine")
 
 
 def test_a_private_store_that_was_killed_is_replaced_and_leaves_nothing() -> None:
     engine, other = (f"engine {secrets.token_hex(4)}" for _ in range(2))
-    address = launch.ensure(engine, 64 << 20)
-    killed = launch.ensure(other, 64 << 20)
+    address = private(engine)
+    killed = private(other)
     assert admin.stats(f"engine:{engine}")
     for child in launch._children[-2:]:
         child.kill()
         child.wait()
     assert not taken(address)
     assert Path(address).exists()
-    assert launch.ensure(engine, 64 << 20) == address
+    assert private(engine) == address
     assert admin.stats(f"engine:{engine}")
     assert not Path(killed).exists(), "what another one has left is taken away"
     eventually(lambda: not taken(address))
@@ -264,10 +269,7 @@ def test_processes_of_an_engine_that_start_together_have_one_private_store() -> 
     engine = f"engine {secrets.token_hex(4)}"
     before = len(launch._children)
     found: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(launch.ensure(engine, 64 << 20)))
-        for _ in range(8)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(private(engine))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -558,11 +560,12 @@ def test_S1_children_import_nothing_from_the_current_folder(tmp_path: Path) -> N
             f"open({str(marker)!r}, 'a').write('{name} ')\nraise SystemExit(0)\n"
         )
     code = f"""
+        from connectors.config import parse_extra
         from kvstore import launch
         from tiers.nixl.supervisor import Child
         from tiers.nvme.index_client import IndexClient
         import pathlib, os, select
-        launch.ensure("engine {secrets.token_hex(4)}", 64 << 20)
+        parse_extra({{"cpu": "64MiB"}}).find_store("engine {secrets.token_hex(4)}")
         launch._children[-1].wait()
         fd = os.open({str(tmp_path)!r}, os.O_RDONLY)
         IndexClient(pathlib.Path({str(tmp_path)!r}), 100, fd).close()

@@ -112,6 +112,20 @@ def test_only_what_was_written_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert not stray
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_case_whose_time_passes_before_it_begins_moves_blocks_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after Ctrl-Z and fg: it has a rate."""
+    monkeypatch.setattr(drive_check, "AREA_BLOCKS_MIN", 8)
+
+    def pause(_share: float, what: str) -> None:
+        time.sleep(0.02 * (what != "preparing"))
+
+    report = drive_check.measure(tmp_path, 0.02, pause)
+    assert all(sample.bytes_per_s > 0 for sample in report.samples)
+
+
 # Refusals
 
 

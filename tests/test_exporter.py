@@ -155,7 +155,7 @@ class Told:
         self.said: list[Message] = []
 
     def raw(self, body: bytes, fd: int | None = None) -> None:
-        self.child._outbox.append((memoryview(struct.pack("<I", len(body)) + body), fd))
+        self.child.outbox.put(struct.pack("<I", len(body)) + body, fd)
         self.child.flush()
         self.hear()
 
@@ -262,7 +262,7 @@ def test_none_of_the_stores_environment_is_in_its_memory(told: Told) -> None:
 
 def test_it_ends_when_it_cannot_tell_messages_apart(told: Told) -> None:
     told.said.clear()
-    told.child._outbox.append((memoryview(struct.pack("<I", 1 << 30)), None))
+    told.child.outbox.put(struct.pack("<I", 1 << 30))
     told.child.flush()
     text = f"frame of {1 << 30} bytes, at most {framing.FRAME_BYTES_MAX}"
     assert told.until(m.Wrong) == [m.Wrong(text, last=True)]

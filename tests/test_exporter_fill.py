@@ -29,7 +29,7 @@ def test_parts_of_slots_are_written_to_engine_blocks_piece_by_piece(rig: Rig) ->
     assert rig.mover.start(fill(7, [SLOT, 3 * SLOT], [5, 2])) is None
     rig.steps()
     ((here, there),) = rig.agent.placed
-    base = rig.mover._extents[1].address
+    base = rig.mover.extents[1].address
     parts = [base + SLOT, base + 3 * SLOT]
     assert here == [at + piece for at in parts for piece in (0, 512)] + [at + 1024 for at in parts]
     first = [(1 << 20) + block * 4096 + piece for block in (5, 2) for piece in (0, 2048)]

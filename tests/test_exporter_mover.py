@@ -168,7 +168,7 @@ class Rig:
 
     def map(self, number: int) -> None:
         extent = Extent(self.agent, self.memory.fd, SIZE, writable=number == 2)
-        self.mover.add_extent(number, extent)
+        self.mover.extents[number] = extent
 
     def start(self, peer: str, blocks: int, extent: int = 2) -> int:
         number = next(self.ids)
@@ -463,7 +463,7 @@ class Anything:
         number = self.rng.choice((1, 2))
         if self.seldom:
             self.rig.mover.remove_extent(number)
-            if not self.rig.mover.has_extent(number):
+            if number not in self.rig.mover.extents:
                 self.rig.map(number)
 
     def lost(self, peer: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from connectors.config import parse_extra
 from kvstore import launch
 from kvstore.handover.consumer import STALL_NS
 from kvstore.handover.peers import Peers
@@ -254,7 +255,8 @@ class Private:
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", None])
 def test_a_private_store_can_be_asked_and_runs_nothing_for_it(listen: str | None) -> None:
-    store = Private(launch.ensure(f"test-{secrets.token_hex(8)}", 64 << 20, None, listen))
+    extra = parse_extra({"cpu": "64MiB"} | ({"listen": listen} if listen else {}))
+    store = Private(extra.find_store(f"test-{secrets.token_hex(8)}"))
     process = psutil.Process(launch._children[-1].pid)
     with engine(store) as made:
         here = made.active.side_channel

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from kvstore import cli
-from kvstore.cli import PINS_FILE_MAX
 from kvstore.config import Config, CpuConfig
 from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import PIN_BYTES_MAX, PINS_BYTES_MAX, PINS_MAX
 from kvstore.core.types import make_key, tag_of
 from kvstore.store import admin
 from kvstore.store.pins import Pinned
+from kvstore.store_commands import PINS_FILE_MAX
 from kvstore.wire import engine as p
 from tests.harness import fakes
 from tests.harness.fakes import HeapPool, Town, u32

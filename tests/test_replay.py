@@ -49,8 +49,7 @@ def trace_of(name: str) -> Trace:
 
 def of_lists(*prompts: list[int]) -> Trace:
     blocks = sum(map(len, prompts))
-    longest = max(map(len, prompts))
-    return Trace([Request(list(p)) for p in prompts], len(set().union(*prompts)), blocks, longest)
+    return Trace([Request(list(p)) for p in prompts], len(set().union(*prompts)), blocks)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -91,7 +90,7 @@ def sessions(count: int, turns: int, blocks: int, crowds: int) -> Trace:
                 made = list(range(first, first + turn * blocks))
                 found.append(Request(made, 2000.0 * len(found)))
     unique = crowds * count * turns * blocks
-    return Trace(found, unique, sum(len(each.hash_ids) for each in found), turns * blocks)
+    return Trace(found, unique, sum(len(each.hash_ids) for each in found))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +162,7 @@ def test_Q60_a_budget_is_a_part_of_the_lookups_or_blocks_a_day() -> None:
     assert budget_of("24", trace, None).day_bytes == 24
     assert budget_of("24MiB", trace, 2 << 20).day_bytes == 12
     requests = [Request([number], number * 1000) for number in range(100)]
-    whole = Trace(requests, 100, 100, 1)
+    whole = Trace(requests, 100, 100)
     assert replay(whole, 2, 50, budget=budget_of("48%", whole, None)).written_blocks_per_lookup == (
         pytest.approx(0.49, abs=0.02)
     )
@@ -208,7 +207,7 @@ def test_Q60_the_bound_is_the_best_that_there_can_be(prompts: list[list[int]], s
 
 def test_Q60_hits_are_leading_blocks_and_tokens_are_counted() -> None:
     trace = Trace(
-        [Request([1, 2, 3], 0, 30), Request([1, 2, 9], 1000, 25), Request([7], 2000)], 5, 7, 3
+        [Request([1, 2, 3], 0, 30), Request([1, 2, 9], 1000, 25), Request([7], 2000)], 5, 7
     )
     found = replay(trace, 10, block_tokens=10)
     assert found.block_hit_ratio == pytest.approx(2 / 7)

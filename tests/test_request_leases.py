@@ -491,7 +491,7 @@ def test_who_comes_before_the_exporter_is_told_to_wait_and_welcome_later() -> No
     up.append(OwnExporter("agent", b"md", {}))
     pair.producer.tick(pair.giver.now_ns)
     pair.producer.tick(pair.giver.now_ns)
-    assert said[1:] == [m.Welcome("agent", b"md", layout.traits)]
+    assert said[1:] == [m.Welcome("agent", b"md")]
 
 
 def test_those_who_wait_for_the_exporter_are_limited_and_others_may_ask_again() -> None:

@@ -108,7 +108,7 @@ def test_an_answer_does_not_wait_for_the_disk_to_be_looked_at(
         looks, unsent = disk_of(store).poll, list[int]()
 
         def look() -> None:
-            unsent.extend(c.outbox_bytes for c in store.server._connections.values())
+            unsent.extend(c.outbox.bytes for c in store.server._connections.values())
             looks()
 
         monkeypatch.setattr(disk_of(store), "poll", look)

@@ -34,6 +34,7 @@ ROOMS = {
     "kvstore/store/": ("core", "wire", "low", "tiers", "handover", "store"),
     "kvstore/testing/": ("core", "testing"),
     "kvstore/cli.py": ("core", "wire", "low", "tiers", "handover", "store", "cli"),
+    "kvstore/store_commands.py": ("core", "low", "store", "cli"),
     "kvstore/trace_commands.py": ("core", "low", "store", "cli"),
     "kvstore/check.py": ("core", "wire", "low", "tiers", "handover", "store"),
     "kvstore/engine_check.py": ("core", "wire", "low", "store", "cli", "connectors"),
@@ -43,6 +44,7 @@ ROOMS = {
 }
 NAMES = {
     "kvstore/cli.py": "cli",
+    "kvstore/store_commands.py": "cli",
     "kvstore/trace_commands.py": "cli",
     "kvstore/check.py": "cli",
     "kvstore/engine_check.py": "cli",

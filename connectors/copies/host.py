@@ -119,7 +119,6 @@ class SlotMap:
     """Finds slots in the extents that are mapped."""
 
     def __init__(self) -> None:
-        """Start without memory."""
         self._extents: dict[int, MappedExtent] = {}
         self._by_first: dict[int, MappedExtent] = {}
         self._per_extent = 1
@@ -196,7 +195,6 @@ class Copier(Protocol):
         Raises TierError, and copies nothing, for a slot that is not mapped or a block that the
         engine does not have.
         """
-        ...
 
 
 class Device:
@@ -248,7 +246,6 @@ class HostDevice(Device):
     """Engine tensors in host memory: the call that asks for a copy makes it."""
 
     def __init__(self, caches: dict[str, LayerCache]) -> None:
-        """caches: by layer name."""
         self._caches = caches
 
     def copier(self, layout: RankLayout) -> HostCopier:

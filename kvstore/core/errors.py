@@ -1,7 +1,7 @@
 """Every error this project raises on purpose, and the one that means a bug.
 
-KVStoreError: ConfigError, ProtocolError, NotSupported, NotYet, PeerError, and
-TierError: TierFull, TierIOError (may be retried), BlockCorrupt.
+KVStoreError: ConfigError, ProtocolError, NotSupported, NotYet, and TierError: TierFull,
+TierIOError (may be retried), BlockCorrupt.
 InvariantBroken is a BaseException, so that no `except Exception` catches it.
 """
 
@@ -26,10 +26,6 @@ class NotSupported(KVStoreError):
 
 class NotYet(KVStoreError):
     """This engine is served, but not at this moment; it may ask again soon."""
-
-
-class PeerError(KVStoreError):
-    """Another store cannot be asked, or refuses; the message says what can be done."""
 
 
 class TierError(KVStoreError):

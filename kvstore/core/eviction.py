@@ -48,7 +48,6 @@ class LeafLRU:
     """
 
     def __init__(self) -> None:
-        """Start with an empty order."""
         root = Node(BlockKey(b""), None, Slot(-1))
         root.prev = root.next = root
         self._root = root  # root.next is the coldest, root.prev the hottest

@@ -38,7 +38,6 @@ class HitCurve:
     """The uses of one namespace's blocks; about 1.5 MB however many there are."""
 
     def __init__(self) -> None:
-        """Start without uses."""
         self.uses = 0
         self.covered = math.inf  # blocks that the sample is to stand for, at most
         self._distances = array("d", bytes(8 * _STEPS * _OCTAVES))

@@ -53,7 +53,6 @@ class Strand:
     __slots__ = ("blocks", "fork")
 
     def __init__(self) -> None:
-        """Start with the first block."""
         self.blocks, self.fork = 1, 0
 
 
@@ -68,7 +67,6 @@ class Node:
     def __init__(
         self, key: BlockKey, parent: Node | None, slot: Slot, state: State = _WRITING
     ) -> None:
-        """Start without pins or children."""
         self.key = key
         self.parent = parent
         self.slot = slot

@@ -26,7 +26,6 @@ class LateWrites:
         self._most = 0.0
 
     def __len__(self) -> int:
-        """Count them; some may have left memory."""
         return len(self._blocks)
 
     def add(self, keys: Iterable[BlockKey], *, again: bool = False) -> None:

@@ -32,13 +32,11 @@ class Generations:
     """A counter for each slot (u32), written to the memory that readers of the slots map, too."""
 
     def __init__(self) -> None:
-        """Start without slots."""
         self._counters = array("I")
         self._mapped: list[memoryview] = []  # by extent
         self._per_extent = 1
 
     def __getitem__(self, slot: int) -> int:
-        """Return a slot's generation."""
         return self._counters[slot]
 
     def add(self, mapped: memoryview) -> None:
@@ -101,7 +99,6 @@ class LeaseBook:
     """All leases of a namespace, by id, by owner and by deadline."""
 
     def __init__(self) -> None:
-        """Start without leases."""
         self._leases: dict[LeaseId, Lease] = {}
         self._paths: dict[LeaseId, Lease] = {}  # those that do not pin all of their entries
         self._blocks: dict[int, int] = {}
@@ -109,7 +106,6 @@ class LeaseBook:
         self._next_id = 1
 
     def __len__(self) -> int:
-        """Count the leases that have not ended."""
         return len(self._leases)
 
     @property

@@ -23,7 +23,6 @@ class LoadPaces:
     """
 
     def __init__(self, tiers: Iterable[Tier] = ()) -> None:
-        """tiers: that read the blocks."""
         self._placing = {tier.name: tier for tier in tiers if isinstance(tier, Placing)}
         self._paces: dict[str, Pace] = {}  # those that were read last come last
         self._reading: Counter[str] = Counter()  # blocks of loads under way

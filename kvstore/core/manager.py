@@ -294,7 +294,6 @@ class Manager:
         return outcomes
 
     def _became_ready(self, entry: Entry) -> None:
-        """A block can be read now."""
         self.slots.stored_s[entry.slot] = self.now_s
         self.slots.was_used[entry.slot] = 0
         tenants = self._tenants
@@ -377,12 +376,9 @@ class Manager:
         """Refresh the recency of a block, and with it of the path above it; False: not ready."""
         entry = self.ready(key)
         if entry is not None:
-            self._touch(entry)
+            self._policy.used(entry, self.now_s)
+            self.slots.used_s[entry.slot] = self.now_s
         return entry is not None
-
-    def _touch(self, entry: Entry) -> None:
-        self._policy.used(entry, self.now_s)
-        self.slots.used_s[entry.slot] = self.now_s
 
     def complete_load(self, lease_id: LeaseId, damaged: Collection[Slot] = ()) -> bool:
         """End a lease; False if it had ended before. Blocks in damaged slots are dropped."""

@@ -19,7 +19,6 @@ class Pace:
     __slots__ = ("_amounts", "_products", "_seconds", "_squares", "weight")
 
     def __init__(self) -> None:
-        """Start without measurements."""
         self.weight = 0.0  # 1 in the end
         self._amounts = self._seconds = self._squares = self._products = 0.0
 

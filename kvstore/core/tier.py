@@ -182,6 +182,3 @@ class TierContext(msgspec.Struct, frozen=True):
     slot_bytes: int
     memory: SlotMemory
     options: Mapping[str, Any]
-
-
-TierFactory = Callable[[TierContext], Tier]

@@ -31,7 +31,6 @@ class LandingTurns:
     """
 
     def __init__(self, landing: Landing) -> None:
-        """landing: where slots come from."""
         self._landing = landing
         self._waiting: dict[int, deque[tuple[Fetch, Run]]] = {}  # by peer
         self._used: Counter[int] = Counter()  # slots, by peer
@@ -101,7 +100,6 @@ class Arrivals:
     """Blocks on their way into slots of one namespace, and the loads that wait for them."""
 
     def __init__(self, peers: Links, source: Source, transfers: Transfers) -> None:
-        """source: the namespace."""
         self._peers = peers
         self._source = source
         self._transfers = transfers
@@ -245,7 +243,6 @@ class Loads:
     """Jobs that blocks are fetched for; one ends with the last of its blocks."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._open: dict[int, _Load] = {}
         self._results: list[JobResult] = []
         self._next = 1

@@ -71,7 +71,6 @@ class Engines:
     """The engines of one namespace, by their sessions' numbers."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._engines: dict[int, _Engine] = {}
 
     def serves(

@@ -54,10 +54,6 @@ class _Engine(msgspec.Struct, eq=False):
     open: dict[int, _Write] = {}
     told: set[str] = set()
 
-    def is_slow(self, now_ns: int) -> bool:
-        """Tell whether a write has been open for long."""
-        return any(now_ns - found.since_ns >= SLOW_NS for found in self.open.values())
-
     def next(self) -> _Write | None:
         """Take the first write that may begin now."""
         if len(self.open) >= AT_ONCE:
@@ -99,7 +95,7 @@ class EngineWrites:
         engine = self._engines.setdefault(write.engine, _Engine())
         found = _Write(self._next, part, write, dict(workers), now_ns)
         self._next += 1
-        if engine.is_slow(now_ns):
+        if any(now_ns - each.since_ns >= SLOW_NS for each in engine.open.values()):
             self._end(found, ok=False, stopped=True)
             return
         engine.waiting.setdefault(part.peer, deque()).append(found)

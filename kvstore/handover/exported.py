@@ -20,7 +20,6 @@ class ExportedMemory:
     """
 
     def __init__(self, transfers: Transfers) -> None:
-        """Start without any."""
         self._transfers = transfers
         self.up: nixl.Ready | None = None  # the exporter that runs now
         self.settled: list[int] = []

@@ -87,7 +87,6 @@ class Fetch(Move):
     places: Places = field(init=False)  # where it can be read
 
     def __post_init__(self) -> None:
-        """Start with all blocks wanted."""
         super().__post_init__()
         self.arrived_ns = self.waited_ns = self.heard_ns
         self.left = count = len(self.keys)

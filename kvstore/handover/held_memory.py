@@ -19,7 +19,6 @@ class HeldMemory:
     """
 
     def __init__(self, bytes_max: int) -> None:
-        """Start with none."""
         self.bytes = 0
         self.bytes_max = bytes_max
 

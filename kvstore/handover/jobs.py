@@ -60,19 +60,15 @@ class Source(Protocol):
 
     def view(self, slot: Slot) -> memoryview:
         """Return a slot's bytes."""
-        ...
 
     def place(self, slot: Slot) -> tuple[int, int]:
         """Return a slot's extent and its number in there."""
-        ...
 
     def places(self, slots: array[int]) -> tuple[array[int], array[int]]:
         """Return the extent of each slot, and its number in there."""
-        ...
 
     def settle(self, extent: int, connection: int) -> None:
         """Wait no longer for this connection to map or unmap an extent."""
-        ...
 
 
 BUSY = bytes((STAGING, SUMMING, MOVING))
@@ -158,7 +154,6 @@ class Job(Move):
     landings: Places = field(init=False)  # where it is written to
 
     def __post_init__(self) -> None:
-        """Start without any block."""
         super().__post_init__()
         self.entries, self.landings = [None] * len(self.keys), Places(len(self.keys))
 
@@ -393,7 +388,6 @@ class Job(Move):
         return [position for position in positions if self.states[position] == SUMMED]
 
     def _learn(self, positions: Sequence[int], land: m.Land) -> None:
-        """Note engine blocks of the peer's."""
         if bool(land.ranks) == bool(self.ranks):
             raise ProtocolError(
                 f"{len(land.ranks)} ranks for job {self.number}, expected them once"

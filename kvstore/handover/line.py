@@ -175,7 +175,6 @@ class Lines:
     """
 
     def __init__(self) -> None:
-        """Start without any."""
         self.epoll = select.epoll()
         self.all: dict[int, Line] = {}
         self.young: dict[int, Line] = {}  # of these, those that are not open yet

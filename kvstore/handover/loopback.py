@@ -13,9 +13,10 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+from kvstore.config import may_be_host
 from kvstore.core.errors import ConfigError
+from kvstore.core.limits import PORT_MAX
 
-PORT_MAX = 65_535
 _TABLES: dict[int, Path] = {
     socket.AF_INET: Path("/proc/net/tcp"),
     socket.AF_INET6: Path("/proc/net/tcp6"),
@@ -36,7 +37,8 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Split "host:port" or "[host]:port". Raises ConfigError for anything else."""
     host, _, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not _is_host(bare) or not port.isascii() or not port.isdigit():
+    written = bare.isprintable() and not set(bare) & set(" []/") and may_be_host(bare)
+    if not written or not port.isascii() or not port.isdigit():
         raise ConfigError(f"{address[:100]!r} is no host:port")
     if len(port) > len(str(PORT_MAX)) or not 0 < int(port) <= PORT_MAX:
         raise ConfigError(f"{address[:100]!r} has no port of 1 to {PORT_MAX}")
@@ -52,16 +54,6 @@ def may_dial(address: str, *, open_to_all: bool) -> tuple[str, int]:
     if not open_to_all and not is_loopback(host):
         raise ConfigError(f"{address[:100]!r} is not a loopback address and no cluster key")
     return ("127.0.0.1" if host == "localhost" and not open_to_all else host), port
-
-
-def _is_host(text: str) -> bool:
-    """Tell whether a resolver takes a text: not one with an empty label, or a label too long."""
-    if not text.isprintable() or set(text) & set(" []/"):
-        return False
-    try:
-        return bool(text.encode("idna"))
-    except UnicodeError:
-        return False
 
 
 def _shown(family: int, name: tuple[str, int]) -> bytes:

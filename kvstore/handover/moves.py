@@ -57,7 +57,6 @@ class Move:
     sums: array[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start with all blocks DONE."""
         count = len(self.keys)
         self.states = States(count, DONE)
         self.slots, self.sums = numbers(count), numbers(count, "Q")

@@ -19,7 +19,6 @@ class NameLookups:
     """Lookups under way, by the number of the connection that each is for."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._found: deque[tuple[int, list[Address] | str]] = deque()  # filled by threads
         self._open = 0
 

@@ -66,11 +66,7 @@ class Peers:
     """All hand-overs of one store."""
 
     def __init__(
-        self,
-        key: ClusterKey | None,
-        mover: Transfers,
-        held_bytes_max: int,
-        waits: Waits = WAITS,
+        self, key: ClusterKey | None, mover: Transfers, held_bytes_max: int, waits: Waits = WAITS
     ) -> None:
         """held_bytes_max: of what is held for one peer at one time. waits: for blocks of peers."""
         self.channel = Channel(key, self._on_message, self._on_lost)

@@ -197,7 +197,7 @@ class Producer:
         else:
             self._peers[number] = Peer(number, source, hello.agent)
             self._meet(number, hello.agent, hello.metadata)
-            self._send(number, m.Welcome(ours.agent, ours.metadata, source.layout.traits))
+            self._send(number, m.Welcome(ours.agent, ours.metadata))
             return
         self.counts["refused"] += 1
         self._send(number, refused)

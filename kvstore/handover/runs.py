@@ -78,7 +78,6 @@ class Places:
     """Where blocks are, or go, in a peer's memory: for each a region, and a slot there."""
 
     def __init__(self, count: int) -> None:
-        """Start without any."""
         self._regions: list[m.Region] = []
         self._numbers: dict[m.Region, int] = {}  # from 1
         self._of = numbers(count)  # the region's number, from 1; 0: not known
@@ -127,11 +126,9 @@ class States:
     """The state of each block, as a small number."""
 
     def __init__(self, count: int, state: int) -> None:
-        """Start with all blocks in one state."""
         self._states = bytearray((state,)) * count
 
     def __getitem__(self, position: int) -> int:
-        """Return one block's state."""
         return self._states[position]
 
     def put(self, run: Run, state: int) -> None:

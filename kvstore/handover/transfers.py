@@ -225,7 +225,6 @@ class Regions:
     """Memory of peers' exporters, by peer and extent."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._known: dict[tuple[int, int], m.Region] = {}
 
     def get(self, peer: int, extent: int) -> m.Region:
@@ -610,7 +609,6 @@ class PeerAgents:
         self._metadata: dict[str, bytes] = {}
 
     def __len__(self) -> int:
-        """Count the agents that our exporter knows."""
         return len(self._users)
 
     def meet(self, connection: int, agent: str, metadata: bytes) -> None:
@@ -675,7 +673,6 @@ class Quarantine:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._crowded_ns: int | None = None  # since when
         self._quiet_ns: int | None = None
 

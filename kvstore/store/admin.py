@@ -17,7 +17,7 @@ import msgspec
 from kvstore.config import ConfigFile, parse_socket
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.launch import address_of
-from kvstore.metrics import MEMORY, TABLE
+from kvstore.metrics import LABELS, MEMORY
 from kvstore.store.drain import DRAIN, Drained
 from kvstore.store.live_settings import Reloaded
 from kvstore.store.pins import Pinned
@@ -208,9 +208,8 @@ def _ask(
 
 
 def _stats_of(rows: Rows) -> list[Stat]:
-    labels = {spec.name: spec.labels for spec in TABLE}
     return [
-        Stat(name, dict(zip(labels.get(name, ()), values, strict=False)), float(value))
+        Stat(name, dict(zip(LABELS.get(name, ()), values, strict=False)), float(value))
         for name, *values, value in rows
     ]
 

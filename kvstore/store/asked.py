@@ -22,7 +22,6 @@ class Asked:
     """The lookups that are still to be fed."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._waiting: deque[tuple[Namespace, Lookup, int]] = deque()  # up to which block
         self._bytes = 0
         self._sampled: list[BlockKey] = []  # of the lookup that is being fed

@@ -45,7 +45,6 @@ class Drain:
     """
 
     def __init__(self, namespaces: Namespaces, engines: Collection[str], numbers: Numbers) -> None:
-        """engines: that have a session. numbers: of the store."""
         self.active = False
         self._namespaces, self._engines, self._numbers = namespaces, engines, numbers
         self._walk: Iterator[int] | None = None

@@ -27,7 +27,6 @@ class Endings:
         waiting.append((session, end, time.monotonic() + WAIT_S))
 
     def __bool__(self) -> bool:
-        """True if any is waited for."""
         return bool(self._waiting)
 
     def waits_for(self, session: Session) -> bool:

@@ -59,9 +59,7 @@ def count_step(numbers: Numbers, label: str, step: Step, tiers: Collection[str])
 
 
 def gauges(
-    pool: CpuMemory,
-    sessions: Iterable[Session],
-    namespaces: Mapping[str, Namespace],
+    pool: CpuMemory, sessions: Iterable[Session], namespaces: Mapping[str, Namespace]
 ) -> dict[tuple[str, ...], float]:
     """Return gauges by metric name and label values, and have namespaces add what they count."""
     found: dict[tuple[str, ...], float] = {}

@@ -49,7 +49,6 @@ class KeyNews:
     """The blocks that an engine has to do with, and what it has not been told of them."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._tables: list[dict[BlockKey, int]] = [{} for _ in range(TABLES)]
         # Stored or not; None: as the engine was told before, and seems to have forgotten.
         self._waiting: OrderedDict[tuple[int, BlockKey], bool | None] = OrderedDict()
@@ -64,10 +63,6 @@ class KeyNews:
                 table[key] = 0
                 if len(table) > KEYS_MAX // TABLES:
                     self.lost += table.pop(next(iter(table))) > 0
-
-    def follows(self, key: BlockKey) -> bool:
-        """Tell whether the engine has to do with a block."""
-        return key in self._tables[hash(key) >> TABLE_SHIFT]
 
     def entered(self, keys: Iterable[BlockKey], medium: int) -> None:
         """Blocks can be read now in MEMORY, or on DISK."""

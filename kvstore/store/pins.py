@@ -234,7 +234,6 @@ class Pins:
         return self._lookups.hold(namespace, chain, blocks, end_ns, now_ns)
 
     def _room(self, pin: _Pin, namespace: Namespace) -> int:
-        """Count the blocks that a pin may have."""
         others = [other for other in self._pins.values() if other is not pin]
         room = self._bytes_max - sum(map(self._bytes, others))
         share = self._tenants.shares[MEMORY].get(pin.tag)

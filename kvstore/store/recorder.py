@@ -42,7 +42,6 @@ class Recorder:
     """At most one recording."""
 
     def __init__(self) -> None:
-        """Record nothing yet."""
         self._number = 0
         self._until_ns = 0
         self._begin()

@@ -15,7 +15,6 @@ import signal
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -85,8 +84,7 @@ class _Connection:
         self.number = number
         self.sock = sock
         self.decoder = framing.Decoder(p.ToStore, limits.HELLO_BYTES_MAX)
-        self.outbox: deque[tuple[memoryview, int | None]] = deque()
-        self.outbox_bytes = 0
+        self.outbox = framing.Outbox()
         self.known = False  # it is part of a session
         self.refused = False  # it hears why, and is dropped
         self.more = False  # messages that came are not acted on yet
@@ -98,9 +96,7 @@ class _Connection:
     def send(self, message: framing.Message, fd: int | None) -> None:
         if self.parted:
             return
-        frame = framing.encode(message)
-        self.outbox.append((memoryview(frame), fd))
-        self.outbox_bytes += len(frame)
+        self.outbox.put(framing.encode(message), fd)
         self.refused = self.refused or isinstance(message, p.Refused)
 
     def receive(self) -> bytes | None:
@@ -115,28 +111,10 @@ class _Connection:
     def part(self) -> None:
         """Close our end: nothing more is said, and what was not read is forgotten."""
         self.parted = True
-        self.outbox.clear()
-        self.outbox_bytes = 0
+        self.outbox = framing.Outbox()
         self.decoder = framing.Decoder(p.ToStore, limits.HELLO_BYTES_MAX)
         with contextlib.suppress(OSError):  # it has gone
             self.sock.shutdown(socket.SHUT_WR)
-
-    def flush(self) -> None:
-        """Write what the socket takes. Raises OSError when the client is gone."""
-        while self.outbox:
-            data, fd = self.outbox[0]
-            try:
-                if fd is None:
-                    sent = self.sock.send(data)
-                else:
-                    sent = socket.send_fds(self.sock, [data], [fd])
-            except BlockingIOError:
-                return
-            self.outbox_bytes -= sent
-            if sent < len(data):
-                self.outbox[0] = (data[sent:], None)
-            else:
-                self.outbox.popleft()
 
 
 class Server:
@@ -474,13 +452,13 @@ class Server:
                 if not connection.known and self.store.sessions.of(connection.number):
                     connection.known = True
                     connection.decoder.frames.bytes_max = limits.FRAME_BYTES_MAX
-                if connection.refused or connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:
+                if connection.refused or connection.outbox.bytes > limits.OUTBOX_BYTES_MAX:
                     break
                 if time.monotonic() > until_s:
                     connection.more = True
                     self._more[connection.number] = connection
                     break
-            if connection.decoder.frames.unfinished_bytes or connection.outbox_bytes > _SMALL_BYTES:
+            if connection.decoder.frames.unfinished_bytes or connection.outbox.bytes > _SMALL_BYTES:
                 self._shed()
         except ProtocolError as exc:
             who = self.store.sessions.subject(connection.number)
@@ -488,14 +466,14 @@ class Server:
             self.store.numbers.add("kvstore_refused", "malformed")
             connection.send(p.Refused(str(exc), retry=False), None)
             with contextlib.suppress(OSError):
-                connection.flush()
+                connection.outbox.flush(connection.sock)
             self._part(connection, "protocol", str(exc))
 
     def _shed(self) -> None:
         """Drop who takes most, while all connections together take more than they may."""
         found = list(self._connections.values())
         unfinished = attrgetter("decoder.frames.unfinished_bytes"), "messages that have not ended"
-        unread = attrgetter("outbox_bytes"), "answers that are not read"
+        unread = attrgetter("outbox.bytes"), "answers that are not read"
         for (bytes_of, what), most, reason in (
             (unfinished, limits.UNFINISHED_BYTES_MAX, "input"),
             (unread, limits.OUTBOXES_BYTES_MAX, "outbox"),
@@ -527,11 +505,11 @@ class Server:
         for connection in list(self._unsent.values()):
             if connection.outbox:
                 try:
-                    connection.flush()
+                    connection.outbox.flush(connection.sock)
                 except OSError:
                     self._drop(connection)
                     continue
-            if connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:
+            if connection.outbox.bytes > limits.OUTBOX_BYTES_MAX:
                 who = self.store.sessions.subject(connection.number)
                 self._said.warn("connections that do not read", "%s does not read: dropped", who)
                 self.store.numbers.add("kvstore_refused", "outbox")

@@ -17,15 +17,7 @@ import msgspec
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankGeometry, RankLayout
-from kvstore.core.types import (
-    BlockKey,
-    Chain,
-    Changes,
-    LeaseId,
-    LookupResult,
-    Slot,
-    StoreOutcome,
-)
+from kvstore.core.types import BlockKey, Chain, Changes, LeaseId, LookupResult, Slot, StoreOutcome
 from kvstore.logs import Subject
 from kvstore.store.key_news import DISK, MEMORY, KeyNews
 from kvstore.store.namespace import Namespace

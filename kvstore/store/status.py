@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvstore import __version__
-from kvstore.metrics import MEMORY, NAMESPACES_MAX, NVME, OBJECT, TABLE, Numbers
+from kvstore.metrics import LABELS, MEMORY, NAMESPACES_MAX, NVME, OBJECT, Numbers
 
 if TYPE_CHECKING:
     from kvstore.store.session import Session
@@ -24,7 +24,6 @@ OLD_S = 5.0  # of a queue; lookups wait for [engine] promote at most, 2 s by def
 STALLED_S = 1.0  # of a disk call
 TOLD_MAX = 100  # characters of a text that an engine has told
 DIGITS_MAX = 18  # of a number that an engine has told
-_LABELS = {spec.name: spec.labels for spec in TABLE}
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -152,7 +151,6 @@ class History:
     """Samples of the tokens looked up and hit; written by the store's thread, any may read it."""
 
     def __init__(self, numbers: Numbers) -> None:
-        """Begin with the first tick."""
         self.samples: tuple[Tokens, ...] = ()
         self._numbers = numbers
         self._start_ns = self._next_ns = 0
@@ -181,8 +179,8 @@ class _Read:
 
     def by(self, label: str, name: str, **wanted: str) -> dict[str, int]:
         """Add up a metric's values by one of its labels; wanted: those of other labels."""
-        at, found = _LABELS[name].index(label), Counter[str]()
-        where = [(_LABELS[name].index(other), value) for other, value in wanted.items()]
+        at, found = LABELS[name].index(label), Counter[str]()
+        where = [(LABELS[name].index(other), value) for other, value in wanted.items()]
         for labels, value in self.rows[name]:
             if all(labels[place] == expected for place, expected in where):
                 found[labels[at]] += int(value)

@@ -602,7 +602,6 @@ def _tell(namespace: Namespace, pins: Pins, changes: Changes, on_disk: Changes) 
 
 
 def _capacities(config: Config) -> dict[str, int]:
-    """Return the capacities of tiers, by name."""
     disk = {} if config.nvme is None else {NVME: config.nvme.capacity_bytes}
     return {MEMORY: config.cpu.capacity_bytes, **disk}
 

@@ -22,7 +22,6 @@ class Tenants:
     """Shares by tier and tag."""
 
     def __init__(self, *, disk: bool) -> None:
-        """disk: there is a disk tier."""
         self.names: dict[str, bytes] = {}  # to their tags
         self._configured: Sequence[str] = ()
         self._capacities: Mapping[str, int] = {}  # by tier

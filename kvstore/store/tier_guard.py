@@ -60,7 +60,6 @@ class Plugin:
     """A `[[tier]]` of the configuration: its class, and whether it is still used."""
 
     def __init__(self, config: TierConfig) -> None:
-        """Load nothing yet."""
         self.name = config.name
         self.off = False
         self._config = config

@@ -30,7 +30,6 @@ class ArrayMemory:
     """Memory of SLOTS slots, in one array."""
 
     def __init__(self) -> None:
-        """Start with zeros."""
         self._data = memoryview(bytearray(SLOTS * SLOT_BYTES))
 
     def view(self, slot: Slot) -> memoryview:

@@ -20,7 +20,6 @@ class Memory:
     """Memory of one model, with a policy that must not fail."""
 
     def __init__(self, policy: MakePolicy, slots: int) -> None:
-        """Start with nothing in the slots."""
         generations = Generations()
         generations.add(memoryview(bytearray(4 * slots)).cast("I"))
         self.manager = Manager((GroupRule(),), generations, policy=policy, failed=self._failed)

@@ -6,8 +6,10 @@ All protocols use it: engines and their store, stores among each other, a store 
 from __future__ import annotations
 
 import re
+import socket
 import struct
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
@@ -102,6 +104,36 @@ class Decoder:
         """
         for body in self.frames.feed(data):
             yield decoded(self._decoder, body, "this protocol")
+
+
+class Outbox:
+    """Frames that a socket has not taken yet, some with a descriptor."""
+
+    def __init__(self) -> None:
+        self._frames: deque[tuple[memoryview, int | None]] = deque()
+        self.bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._frames)
+
+    def put(self, frame: bytes, fd: int | None = None) -> None:
+        """Queue a frame; fd: sent along, and has to stay open until then."""
+        self._frames.append((memoryview(frame), fd))
+        self.bytes += len(frame)
+
+    def flush(self, sock: socket.socket) -> None:
+        """Write what a socket takes now. Raises OSError when its other end is gone."""
+        while self._frames:
+            data, fd = self._frames[0]
+            try:
+                sent = sock.send(data) if fd is None else socket.send_fds(sock, [data], [fd])
+            except BlockingIOError:
+                return
+            self.bytes -= sent
+            if sent < len(data):
+                self._frames[0] = (data[sent:], None)
+            else:
+                self._frames.popleft()
 
 
 _LIMIT = re.compile(r"Expected `\w+` (?:of length )?[<>]=? \S+ - at `\$((?:\[\d+\])+)`")

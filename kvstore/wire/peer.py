@@ -97,7 +97,6 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 class Hello(Message, frozen=True):
     """First message of a consumer; traits: what decides the bytes, by name, as text.
 
-    No traits: it takes what it is told in Welcome, as somebody who only looks does.
     agent, metadata: of its exporter, empty without one (it cannot be pushed to then).
     """
 
@@ -176,22 +175,20 @@ class Keep(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The namespaces agree; traits: what decides the bytes here.
+    """The namespaces agree.
 
     agent: of the exporter; empty: it is being started, and another Welcome follows.
     """
 
     agent: Name = ""
     metadata: Metadata = b""
-    traits: Traits = msgspec.field(default_factory=dict)
 
 
 class Refused(Message, frozen=True):
-    """No hand-over; retry: asking again can help. job 0: the whole session."""
+    """No hand-over; retry: asking again can help."""
 
     reason: Text
     retry: bool = False
-    job: int = 0
 
 
 class Offer(Message, frozen=True):

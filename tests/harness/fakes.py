@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,7 +12,7 @@ from kvstore.config import Config, TierConfig, parse
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.leases import Generations
 from kvstore.core.lookup import Answer, Probe, prefix_hit
-from kvstore.core.tier import SlotMemory, Tier, TierContext, TierFactory
+from kvstore.core.tier import SlotMemory, Tier, TierContext
 from kvstore.core.types import BlockKey, GroupRule, make_key
 from kvstore.store.session import Phase
 from kvstore.store.store import Store
@@ -139,7 +139,7 @@ class Town:
         self,
         config: Config | None = None,
         pool: CpuMemory | None = None,
-        tiers: Sequence[tuple[str, TierFactory]] = (),
+        tiers: Sequence[tuple[str, Callable[[TierContext], Tier]]] = (),
     ) -> None:
         self.pool = pool or HeapPool()
         self.now_ns = 10**9

@@ -149,7 +149,7 @@ class TransferLoop:
         self._agent = agent
         self._clock = clock
         self._send = send
-        self._extents: dict[int, Extent] = {}
+        self.extents: dict[int, Extent] = {}
         self._peers: dict[str, _Peer] = {}
         self._turns: deque[_Peer] = deque()  # peers with anything open
         self._open: dict[int, _OpenTransfer] = {}
@@ -178,19 +178,11 @@ class TransferLoop:
 
     # Memory
 
-    def add_extent(self, number: int, extent: Extent) -> None:
-        """Use an extent."""
-        self._extents[number] = extent
-
-    def has_extent(self, number: int) -> bool:
-        """Tell whether a number is taken."""
-        return number in self._extents
-
     def remove_extent(self, number: int) -> str | None:
         """Unmap an extent as soon as nothing is under way there; returns what is wrong."""
-        extent = self._extents.get(number)
+        extent = self.extents.get(number)
         if extent is None:
-            return f"extent {number} to unmap, expected one of {sorted(self._extents)}"
+            return f"extent {number} to unmap, expected one of {sorted(self.extents)}"
         extent.leaving = True
         for found in [found for found in self._open.values() if found.extent is extent]:
             self._fail(found, "refused", f"extent {number} is being unmapped")
@@ -199,7 +191,7 @@ class TransferLoop:
 
     def _unmap(self, number: int, extent: Extent) -> None:
         if extent.leaving and not extent.flights:
-            del self._extents[number]
+            del self.extents[number]
             extent.close()
             self._send(m.Mapped(number))
 
@@ -301,13 +293,13 @@ class TransferLoop:
 
     def _opened(self, asked: m.Transfer | m.Fill) -> _OpenTransfer:
         """Check a request. Raises MoveError."""
-        peer, extent = self._peers.get(asked.peer), self._extents.get(asked.extent)
+        peer, extent = self._peers.get(asked.peer), self.extents.get(asked.extent)
         if peer is None or (peer.changing and peer.metadata is None):
             raise _refused(f"peer {asked.peer!r}, expected one of {sorted(self._peers)}")
         if peer.gone:
             raise m.MoveError(peer.gone, "gone")
         if extent is None or extent.leaving:
-            raise _refused(f"extent {asked.extent}, expected one of {sorted(self._extents)}")
+            raise _refused(f"extent {asked.extent}, expected one of {sorted(self.extents)}")
         if isinstance(asked, m.Fill):
             return self._filling(asked, extent)
         return self._transfer(peer, asked, extent)
@@ -347,7 +339,6 @@ class TransferLoop:
         return _OpenTransfer(asked, extent, len(blocks), step, start)
 
     def _start(self, peer: _Peer, found: _OpenTransfer) -> None:
-        """Start the next chunk of a transfer."""
         stop = found.at + found.step
         try:
             flight, over = found.start(slice(found.at, stop))
@@ -557,7 +548,7 @@ class Server:
         try:
             fd = self._descriptor(descriptor)
             try:
-                if self._transfers.has_extent(message.extent):
+                if message.extent in self._transfers.extents:
                     raise m.MoveError(f"extent {message.extent} is mapped already", "refused")
                 extent = Extent(self._agent, fd, message.bytes, writable=message.writable)
             finally:
@@ -565,7 +556,7 @@ class Server:
         except m.MoveError as exc:
             self._tell(m.Mapped(message.extent, text=str(exc)))
             return
-        self._transfers.add_extent(message.extent, extent)
+        self._transfers.extents[message.extent] = extent
         self._tell(m.Mapped(message.extent, extent.address))
 
     def _descriptor(self, number: int) -> int:

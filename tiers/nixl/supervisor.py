@@ -24,14 +24,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
 from kvstore.core.errors import ProtocolError, TierIOError, check
-from kvstore.wire.framing import Decoder, Message, encode
+from kvstore.wire.framing import Decoder, Message, Outbox, encode
 from tiers.nixl import messages as m
 from tiers.nixl.ucx import environment
 
@@ -120,8 +119,7 @@ class Child:
         ours.setblocking(False)
         self._sock = ours
         self._decoder = Decoder(m.ToStore)
-        self._outbox: deque[tuple[memoryview, int | None]] = deque()
-        self.outbox_bytes = 0
+        self.outbox = Outbox()
         self._open = True  # its end of the socket
         self._writing = False
         self._epoll = epoll
@@ -135,31 +133,19 @@ class Child:
 
     def send(self, message: Message, fd: int | None = None) -> None:
         """Send a message as soon as it fits; fd: sent along, and has to stay open until then."""
-        data = encode(message)
-        self._outbox.append((memoryview(data), fd))
-        self.outbox_bytes += len(data)
+        self.outbox.put(encode(message), fd)
         self.flush()
 
     def flush(self) -> None:
         """Send as much as fits."""
-        while self._outbox and self._open:
-            data, fd = self._outbox[0]
-            try:
-                if fd is None:
-                    sent = self._sock.send(data)
-                else:
-                    sent = socket.send_fds(self._sock, [data], [fd])
-            except BlockingIOError:
-                break
-            except OSError:  # it is ending; ended() tells when it has
-                return
-            self.outbox_bytes -= sent
-            if sent < len(data):
-                self._outbox[0] = (data[sent:], None)
-            else:
-                self._outbox.popleft()
-        writing = bool(self._outbox)
-        if writing is not self._writing and self._open:
+        if not self._open:
+            return
+        try:
+            self.outbox.flush(self._sock)
+        except OSError:  # it is ending; ended() tells when it has
+            return
+        writing = bool(self.outbox)
+        if writing is not self._writing:
             self._writing = writing
             events = select.EPOLLIN | (select.EPOLLOUT if writing else 0)
             self._epoll.modify(self._sock, events)
@@ -325,7 +311,7 @@ class Exporter:
     @property
     def has_room(self) -> bool:
         """Tell whether its process reads what it is sent."""
-        return self._child is None or self._child.outbox_bytes < ROOM_BYTES
+        return self._child is None or self._child.outbox.bytes < ROOM_BYTES
 
     @property
     def quarantined_bytes(self) -> int:
@@ -457,7 +443,6 @@ class Exporter:
             self._send_extent(extent)
 
     def _pause(self, now_ns: int) -> None:
-        """Set when to start again."""
         steady = now_ns - self._start_ns > _STEADY_NS
         self._pause_ns = 0 if steady else min(
             max(_PAUSE_MIN_NS, 2 * self._pause_ns), _PAUSE_MAX_NS
@@ -477,7 +462,7 @@ class Exporter:
         elif self._state == "up" and not self._asked and self._silent_ns >= _ASK_NS:
             self._asked = True
             self._send(m.Ping())
-        if child.outbox_bytes > OUTBOX_BYTES_MAX:
+        if child.outbox.bytes > OUTBOX_BYTES_MAX:
             self.restart("it does not read")
 
     @property
@@ -496,7 +481,6 @@ class Exporter:
             self._send(message, extent.fd)
 
     def _hear(self, child: Child) -> bool:
-        """Act on messages; return whether there were any."""
         heard = False
         try:
             for message in child.receive():

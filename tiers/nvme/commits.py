@@ -61,18 +61,11 @@ class Commits:
 
     def _begin(self) -> None:
         self._since_s, self._hurry, self.under_way = NEVER, False, True
-        batches, work = self._take()
+        batches, work = self.take()
         self._disk.keeper.submit(work, partial(self._ended, batches))
 
-    def last(self, *, clean: bool) -> Callable[[], None]:
-        """Return what commits all that is written as the disk is closed, though writing failed.
-
-        clean: all is in order then.
-        """
-        return self._take(clean=clean)[1]
-
-    def _take(self, *, clean: bool = False) -> tuple[list[Batch], Callable[[], None]]:
-        """Take what is in no commit; return it, and what commits it."""
+    def take(self, *, clean: bool = False) -> tuple[list[Batch], Callable[[], None]]:
+        """Take what is in no commit; return it, and what commits it. clean: all is in order."""
         spaces = self._attached.awake
         # The index clears first: the puts that are taken next were stored after the clear.
         cleared = [space.digest for space in spaces if space.take_clear()]

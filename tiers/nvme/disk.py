@@ -337,7 +337,7 @@ class NvmeDisk:
         if not self._mover.open and not self.keeper.open:
             close = self.attached.closing()
             if self._remount.at_home and not self.attached.loading and not self._given_up:
-                close = self.attached.closing(self.attached.commits.last(clean=clean))
+                close = self.attached.closing(self.attached.commits.take(clean=clean)[1])
             self.keeper.submit(close, lambda exc, _now_s: ended.append(exc))
             while (not ended or self._watch.open) and time.monotonic() < deadline + CLOSE_S:
                 time.sleep(_BUSY_S)

@@ -232,7 +232,7 @@ class _Driver:
         self._tell(what)
         while True:
             now_s = time.monotonic()
-            while now_s - start_s < seconds and len(self._blocks) - len(free) < most:
+            while (not done or now_s - start_s < seconds) and len(self._blocks) - len(free) < most:
                 position = next(positions, None)
                 if position is None:
                     break

@@ -101,7 +101,6 @@ class ExtentFile:
         return self._fd
 
     def __exit__(self, *_exc: object) -> None:
-        """One user less."""
         with self._lock:
             self._users -= 1
             last = self._closing and self._users == 0

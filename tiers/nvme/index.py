@@ -49,7 +49,6 @@ class Record(Node):
         state: State = State.WRITING,
         durable: Durable = Durable.NO,
     ) -> None:
-        """Start without pins or children."""
         self.key = key
         self.parent = parent
         self.slot = place

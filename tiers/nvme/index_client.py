@@ -216,7 +216,6 @@ class IndexClient:
         raise TierIOError(f"{self.path}: {last}") from last
 
     def _start(self) -> IndexProcess:
-        """Start a process that opens the index."""
         self._end()
         process = self.process = IndexProcess(self._lock_fd)
         where = str(self.path)

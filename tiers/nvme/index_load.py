@@ -74,7 +74,6 @@ class Sorted:
     def _pack(
         self, chunk: list[bytes]
     ) -> tuple[NDArray[np.bytes_], NDArray[np.uint16], NDArray[np.void]]:
-        """Return keys, padded, their lengths, and values."""
         keys, values = chunk[::2], chunk[1::2]
         if set(map(len, values)) != {VALUE.size}:
             rows = list(zip(keys, values, strict=True))

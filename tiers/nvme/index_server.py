@@ -144,7 +144,8 @@ class IndexFile:
         )
         try:
             if verify or self._shorter_than_it_says():
-                self._read_whole()
+                with Path(os.devnull).open("wb") as nowhere:  # every page in use, free lists, too
+                    self._env.copyfd(nowhere.fileno(), compact=True)
             self._open_tables(path)
         except BaseException:
             self._env.close()
@@ -161,11 +162,6 @@ class IndexFile:
 
     def _file_bytes(self) -> int:
         return (self._path / "data.mdb").stat().st_size
-
-    def _read_whole(self) -> None:
-        """Read every page in use, free lists included. Raises lmdb.Error, or dies of a SIGBUS."""
-        with Path(os.devnull).open("wb") as nowhere:
-            self._env.copyfd(nowhere.fileno(), compact=True)
 
     def _open_tables(self, path: Path) -> None:
         with self._env.begin() as txn:

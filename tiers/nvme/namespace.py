@@ -25,14 +25,7 @@ from kvstore.core.tenants import Share
 from kvstore.core.types import BlockKey, Slot
 from tiers.nvme.files import ExtentFile, stride_of
 from tiers.nvme.index import DiskIndex, Durable, Record
-from tiers.nvme.messages import (
-    NO_PARENT,
-    NOWHERE,
-    RECORD_BYTES,
-    VALUE,
-    Page,
-    row_format,
-)
+from tiers.nvme.messages import NO_PARENT, NOWHERE, RECORD_BYTES, VALUE, Page, row_format
 
 POSITION = 0xFFFFFFFF  # in a place: extent << 32 | position
 SLICE = 1 << 14  # slots looked at
@@ -188,7 +181,7 @@ class DiskNamespace(ExtentSlots):
         self.loading: Loading | None = None  # while records are still to come
         self._emptying: deque[Iterator[None]] = deque()  # retired extents
         self._sinking: deque[Record] = deque()  # roots of what leaves in slices
-        self._dismantling: deque[Iterator[None]] = deque()
+        self.dismantling: deque[Iterator[None]] = deque()  # records of before, while they are here
         self._cleared = Durable.YES  # what the index file knows of the last clear()
         self.to_put: list[Record] = []  # READY, in the order in which they became so
         self.to_delete: list[Record] = []  # DROPPED, and in the index file
@@ -316,7 +309,7 @@ class DiskNamespace(ExtentSlots):
         """Forget every block."""
         self.counts["cleared"] += len(self.index)
         self.index.let_go()
-        self._dismantling.append(self._dismantle(self.index))
+        self.dismantling.append(self._dismantle(self.index))
         self.index = DiskIndex(self.index.changes)
         self.loading = None
         self.tell_lost()
@@ -349,16 +342,11 @@ class DiskNamespace(ExtentSlots):
         self.tokens_of = old.tokens_of
         self._before = old._before
         old.index.let_go()
-        self._dismantling.append(self._dismantle(old.index))
+        self.dismantling.append(self._dismantle(old.index))
         if self.loading is not None:
             self.loading.unwanted = {r.key for r in (*old.to_delete, *old._sinking)}
             if old.loading is not None:
                 self.loading.unwanted |= old.loading.unwanted
-
-    @property
-    def dismantling(self) -> bool:
-        """Tell whether records of before are still here."""
-        return bool(self._dismantling)
 
     @property
     def clearing(self) -> bool:
@@ -380,16 +368,16 @@ class DiskNamespace(ExtentSlots):
                 self._sinking.appendleft(record)
             else:
                 self.unpin(record)
-        elif self._emptying or self._dismantling:
-            queue = self._emptying or self._dismantling
+        elif self._emptying or self.dismantling:
+            queue = self._emptying or self.dismantling
             if next(queue[0], queue) is queue:
                 queue.popleft()
-        return bool(self._sinking or self._emptying or self._dismantling)
+        return bool(self._sinking or self._emptying or self.dismantling)
 
     @property
     def at_rest(self) -> bool:
         """Tell whether nothing is left to do here but what will be asked for."""
-        slices = self._sinking or self._emptying or self._dismantling
+        slices = self._sinking or self._emptying or self.dismantling
         return not (slices or self.pending or self.growing or self.retiring)
 
     @property

@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import obstore
-from obstore.exceptions import (
-    BaseError,
-    NotFoundError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-)
+from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
 from kvstore.config import ObjectConfig
@@ -201,7 +196,6 @@ class Bucket:
     # On threads
 
     def _run(self, request: Request) -> Request:
-        """Make a request."""
         trial = request.verb == HEAD and request.anew
         if self._closed or (self.health.off and not trial):
             request.outcome, request.why = UNSENT, "the bucket is not used now"

@@ -75,7 +75,6 @@ class Health:
     """The state of a bucket."""
 
     def __init__(self, name: str) -> None:
-        """name: of the bucket, for the log."""
         self.reads = _Switch(name, "off", "its blocks are misses; it is tried again and again")
         self.writes = _Switch(name, "read_only", "nothing is put; it is tried again and again")
 

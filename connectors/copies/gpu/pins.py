@@ -29,7 +29,6 @@ class Pins:
     """The extents that are registered; used by one thread."""
 
     def __init__(self, cuda: Cuda, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start without any."""
         self._cuda = cuda
         self._clock = clock
         self._pieces: dict[int, list[tuple[int, int]]] = {}  # extent's address -> address, bytes
