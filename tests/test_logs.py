@@ -11,9 +11,11 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,6 +25,7 @@ from kvstore.core import limits
 from kvstore.core.layout import RankGeometry
 from kvstore.logs import Unread
 from kvstore.store import admin
+from kvstore.wire import engine as p
 from tests.bench.store import StoreProcess, numbers
 from tests.harness.fakes import geometry
 from tests.harness.live import LiveEngine, LiveStore, engine, eventually, store_settings
@@ -283,6 +286,30 @@ def test_Q30_a_fault_that_an_engine_names_is_in_the_stores_log(
         eventually(lambda: [r for r in caplog.records if wanted in r.getMessage()])
     (line,) = [r for r in caplog.records if r.getMessage().endswith(wanted)]
     assert (line.levelname, line.name) == ("WARNING", "kvstore.store.sessions")
+
+
+def test_Q30_a_fault_named_while_the_store_answers_is_heard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, gone = threading.Event(), threading.Event()
+    with LiveStore(store_settings(tmp_path)) as store, engine(store) as one:
+        work = store.server.store.on_message
+
+        def slow(number: int, message: Any, now_ns: int) -> None:  # noqa: ANN401
+            work(number, message, now_ns)
+            if isinstance(message, p.Step) and message.lookups:
+                asked.set()
+                gone.wait(WAIT_S)
+
+        monkeypatch.setattr(store.server.store, "on_message", slow)
+        one.scheduler.send(p.Step((p.Lookup(1, b"x" * 32, 32),)))
+        assert asked.wait(WAIT_S)
+        one.scheduler.send(p.Detach("no answer in 5 s"))
+        one.scheduler.close()
+        gone.set()
+        eventually(lambda: [r for r in caplog.records if " detached: " in r.getMessage()])
+    (line,) = [r.getMessage() for r in caplog.records if " detached: " in r.getMessage()]
+    assert line.endswith("its scheduler closes the session: no answer in 5 s")
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])

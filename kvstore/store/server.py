@@ -529,6 +529,7 @@ class Server:
                 try:
                     connection.flush()
                 except OSError:
+                    self._read(connection)  # it may have said why it closed
                     self._drop(connection)
                     continue
             if connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:
