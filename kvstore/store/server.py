@@ -363,6 +363,7 @@ class Server:
         if now_ns >= self._seldom_ns:
             self._seldom_ns = now_ns + SELDOM_NS
             self._accept_again(now_ns)
+            self._renew_listener()
             self._said.tick()
         if disk is not None and (disk_s <= _BUSY_TICK_S or now_ns >= self._disk_ns):
             disk.poll()
@@ -416,6 +417,17 @@ class Server:
         if self._accept_ns and now_ns > self._accept_ns:
             self._accept_ns = 0
             self._selector.register(self._listener.sock, selectors.EVENT_READ, None)
+
+    def _renew_listener(self) -> None:
+        """Listen again where somebody has removed the socket's file."""
+        before = self._listener.renew()
+        if before is not None:
+            self._listener.sock.setblocking(False)
+            if not self._accept_ns:
+                self._selector.unregister(before)
+                self._selector.register(self._listener.sock, selectors.EVENT_READ, None)
+            before.close()
+            log.warning("%s was removed: listening there again", self._listener.path)
 
     def _accept(self) -> None:
         try:
