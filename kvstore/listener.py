@@ -46,20 +46,18 @@ class Listener:
     def renew(self) -> socket.socket | None:
         """Listen again if somebody has removed the socket's file; return the socket of before.
 
-        None: the file is there, or it cannot be made now, or another store has the path.
+        None: a file is there. Raises OSError, ConfigError where none can be made, TakenError when
+        another store has the path.
         """
         if os.path.lexists(self.path):
             return None
         before, lock = self.sock, self.path + _LOCK
-        try:
-            _make_folder(Path(self.path).parent, self._mode, self._group)
-            if not os.path.lexists(lock) or _identity(lock) != _identity(self.lock_fd):
-                lock_fd = _lock(self.path)
-                os.close(self.lock_fd)
-                self.lock_fd = lock_fd
-            self.sock = _bind(self.path, self._mode, self._group)
-        except (OSError, ConfigError):
-            return None
+        _make_folder(Path(self.path).parent, self._mode, self._group)
+        if not os.path.lexists(lock) or _identity(lock) != _identity(self.lock_fd):
+            lock_fd = _lock(self.path)
+            os.close(self.lock_fd)
+            self.lock_fd = lock_fd
+        self.sock = _bind(self.path, self._mode, self._group)
         self._file = _identity(self.path)
         self.start()
         return before

@@ -507,6 +507,21 @@ def test_a_store_whose_files_were_removed_listens_there_again(tmp_path: Path, wh
     assert not Path(store.path).exists()
 
 
+def test_a_store_whose_files_cannot_be_made_again_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    with LiveStore(store_settings(folder)) as store:
+        shutil.rmtree(folder)
+        folder.write_text("in its place")
+        eventually(lambda: "cannot be made again" in caplog.text)
+        time.sleep(0.05)
+        folder.unlink()
+        eventually(lambda: "listening there again" in caplog.text)
+        assert admin.status(store.path).ready
+    assert caplog.text.count("cannot be made again") == 1
+
+
 def test_a_store_whose_files_were_removed_leaves_the_path_to_who_took_it(tmp_path: Path) -> None:
     path = str(tmp_path / "kv.sock")
     with closing(listen(path)) as first:
@@ -516,7 +531,8 @@ def test_a_store_whose_files_were_removed_leaves_the_path_to_who_took_it(tmp_pat
         with closing(listen(path)) as second:
             assert first.renew() is None
             Path(path).unlink()
-            assert first.renew() is None
+            with pytest.raises(TakenError):
+                first.renew()
             before = second.renew()
             assert before is not None
             before.close()

@@ -167,6 +167,7 @@ class Server:
         self._gauges_ns = 0
         self._gauges_wanted = threading.Event()  # by a scrape
         self._gauges_fresh = threading.Event()
+        self._unreachable = False  # the socket's file is gone, and cannot be made
         self._accept_ns = 0  # when connections are taken again, after one that could not be
         self._said = RateLog(log)
         self._strangers: set[int] = set()  # users refused, each of whom is logged once
@@ -420,14 +421,21 @@ class Server:
 
     def _renew_listener(self) -> None:
         """Listen again where somebody has removed the socket's file."""
-        before = self._listener.renew()
+        path, before = self._listener.path, None
+        try:
+            before = self._listener.renew()
+        except (OSError, ConfigError) as exc:
+            if not self._unreachable:
+                log.warning("%s was removed, and cannot be made again: %s", path, exc)
+            self._unreachable = True
         if before is not None:
+            self._unreachable = False
             self._listener.sock.setblocking(False)
             if not self._accept_ns:
                 self._selector.unregister(before)
                 self._selector.register(self._listener.sock, selectors.EVENT_READ, None)
             before.close()
-            log.warning("%s was removed: listening there again", self._listener.path)
+            log.warning("%s was removed: listening there again", path)
 
     def _accept(self) -> None:
         try:
