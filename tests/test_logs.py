@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -96,8 +97,28 @@ def test_Q28_a_log_that_nobody_reads_holds_nothing_up() -> None:
             child.kill()
     *lines, loss, last = (read + rest).splitlines()
     assert all(line.endswith("x") for line in lines), "what is there is whole"
-    assert loss.endswith(f"standard error was not read: {2000 - len(lines):,} lines are lost")
+    assert loss.endswith(f"standard error took no more: {2000 - len(lines):,} lines are lost")
     assert last.endswith("INFO last")
+
+
+def test_Q28_what_a_full_disk_does_not_take_is_counted(tmp_path: Path) -> None:
+    code = """
+        import logging, os, resource
+        from kvstore.logs import log_to_stderr
+        log_to_stderr("%(message)s")
+        logging.info("before")
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.fstat(2).st_size + 3, hard))
+        for number in range(5):
+            logging.info("lost %d", number)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        logging.info("last")
+    """
+    with (tmp_path / "log").open("wb") as log:
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        subprocess.run(command, stderr=log, check=True, timeout=WAIT_S)
+    loss = "standard error took no more: 5 lines are lost"
+    assert (tmp_path / "log").read_text().splitlines() == ["before", "los", loss, "last"]
 
 
 def test_Q28_a_record_that_was_cut_ends_before_the_next_one() -> None:
