@@ -235,6 +235,8 @@ def test_Q42_floors_that_leave_no_room_are_refused(tmp_path: Path) -> None:
         tenants.limit("b", "cpu", None, 6 * MIB)
         with pytest.raises(ConfigError, match=f"{keeps}capacity, found 15 MiB"):
             tenants.limit("b", "cpu", None, 7 * MIB)
+        with pytest.raises(ConfigError, match=f"{keeps}capacity, found 15 MiB"):
+            tenants.limit("c", "cpu", None, MIB)
         with pytest.raises(ConfigError, match=f"{keeps}capacity, found 16 MiB"):
             live.take_over(settings(tmp_path, {"name": "a", "cpu_floor": "10MiB"}))
         found = {each.tenant: each.floor_bytes for each in tenants.every()}
