@@ -548,10 +548,9 @@ class Server:
             if connection.outbox:
                 try:
                     connection.flush()
-                except OSError:
-                    self._read(connection)  # it may have said why it closed
-                    self._drop(connection)
-                    continue
+                except OSError:  # it has closed; what it said before that is read, then its end
+                    connection.outbox.clear()
+                    connection.outbox_bytes = 0
             if connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:
                 who = self.store.sessions.subject(connection.number)
                 self._said.warn("connections that do not read", "%s does not read: dropped", who)
