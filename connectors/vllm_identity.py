@@ -227,7 +227,10 @@ def weights_of(model: Any, load: Any) -> str:
     parts = [(model.model, model.revision, commit)]
     others = [vars(model.hf_config).get(name) for name in OTHER_MODELS]
     parts += [(name, None, None) for name in others if name is not None]
-    memory = Path.home() / ".cache" / "kvstore"
+    try:
+        memory = Path.home() / ".cache" / "kvstore"
+    except RuntimeError:  # without HOME, a user whom the system does not know
+        memory = None
     found = [fingerprint(_place(*part, load.download_dir), memory) for part in parts]
     return found[0] if len(found) == 1 else _digest(found)
 

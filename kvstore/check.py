@@ -217,6 +217,7 @@ def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield each check: its name, and a call that raises ConfigError if it fails."""
     server, nvme, peer = config.server, config.nvme, config.peer
     yield "socket", lambda: refuse_socket(server.socket, server.group)
+    yield "file size", lambda: refuse_file_limit(config)
     if config.cpu.numa is not None:
         node = config.cpu.numa
         yield "numa", lambda: numa.check(node)
@@ -253,6 +254,17 @@ def refuse_socket(path: str, group: int | None = None) -> None:
             refuse_group(group)
     except OSError as exc:
         raise ConfigError(f"cannot listen at {path}: {exc.strerror}") from exc
+
+
+def refuse_file_limit(config: Config) -> None:
+    """Raise ConfigError if no file of this process may be as large as an extent."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    extent = max(part.extent_bytes for part in (config.cpu, config.nvme) if part is not None)
+    if 0 <= limit < extent:
+        raise ConfigError(
+            f"expected files of up to {sized(extent)}, an extent, to be allowed, found a limit of"
+            f" {sized(limit)} (ulimit -f, LimitFSIZE)"
+        )
 
 
 def refuse_peer(peer: PeerConfig) -> None:

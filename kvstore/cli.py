@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `kvstore stats | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the end of Python would say it again
+        _print_no_more()
         return 1
     except Exception as exc:  # any failure is one line
         if chosen.debug:
@@ -84,7 +84,7 @@ def _failed(exc: Exception, *, serves: bool) -> int:
     if isinstance(exc, KVStoreError):
         text = str(exc)
     elif isinstance(exc, OSError):
-        text = f"{exc.filename or 'the system'}: {exc.strerror or exc}"
+        text = f"{exc.filename or _at_fault()}: {exc.strerror or exc}"
     elif isinstance(exc, MemoryError) and not serves:
         text = "not enough memory for this: free some, or raise its limit (cgroup, ulimit -v)"
     elif str(exc) == "can't start new thread":  # Python has no error of its own for it
@@ -97,6 +97,21 @@ def _failed(exc: Exception, *, serves: bool) -> int:
             text += "; `kvstore --debug ...` shows where"
     print("kvstore: error: " + " ".join(text.split()), file=sys.stderr)
     return 2 if isinstance(exc, ConfigError) else 1
+
+
+def _at_fault() -> str:
+    """Name what an error of the system without a name is about."""
+    try:
+        sys.stdout.flush()
+    except OSError:  # its disk is full
+        _print_no_more()
+        return "standard output"
+    return "the system"
+
+
+def _print_no_more() -> None:
+    """Drop what standard output has not taken, or the end of Python would say it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _parser() -> argparse.ArgumentParser:

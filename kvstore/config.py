@@ -154,7 +154,8 @@ def _extent(parts: int, rounded: Callable[[Fraction], int]) -> Reader:
 def _read_part(value: object, found: Mapping[str, Any]) -> int:
     """Read a part of the capacity, in bytes or percent."""
     capacity_bytes: int = found["capacity"]
-    percent = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *%", str(value).strip(), re.ASCII)
+    text = value.strip() if isinstance(value, str) else ""
+    percent = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) *%", text, re.ASCII)
     try:
         part_bytes = (
             int(capacity_bytes * Fraction(percent[1]) / 100) if percent else parse_bytes(value)

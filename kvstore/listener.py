@@ -35,11 +35,32 @@ class Listener:
         self.path = path
         self.sock = sock
         self.lock_fd = lock_fd
-        self._file = _identity(path)
+        found = os.lstat(path)
+        self._file = found.st_dev, found.st_ino
+        self._mode, self._group = stat.S_IMODE(found.st_mode), found.st_gid
 
     def start(self) -> None:
         """Let clients connect; what they say waits until somebody accepts."""
         self.sock.listen(BACKLOG)
+
+    def renew(self) -> socket.socket | None:
+        """Listen again if somebody has removed the socket's file; return the socket of before.
+
+        None: a file is there. Raises OSError, ConfigError where none can be made, TakenError when
+        another store has the path.
+        """
+        if os.path.lexists(self.path):
+            return None
+        before, lock = self.sock, self.path + _LOCK
+        _make_folder(Path(self.path).parent, self._mode, self._group)
+        if not os.path.lexists(lock) or _identity(lock) != _identity(self.lock_fd):
+            lock_fd = _lock(self.path)
+            os.close(self.lock_fd)
+            self.lock_fd = lock_fd
+        self.sock = _bind(self.path, self._mode, self._group)
+        self._file = _identity(self.path)
+        self.start()
+        return before
 
     def release(self) -> None:
         """Close it here: it is another process's from now on."""
@@ -65,7 +86,6 @@ def listen(path: str, mode: int = OWN_MODE, group: int | None = None) -> Listene
     """
     if group is not None:
         refuse_group(group)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     lock_fd = -1
     try:
         _make_folder(Path(path).parent, mode, group)
@@ -74,11 +94,8 @@ def listen(path: str, mode: int = OWN_MODE, group: int | None = None) -> Listene
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
                 raise ConfigError(f"cannot listen at {path}: it exists and is no socket")
             Path(path).unlink()
-        sock.bind(path)
-        _give(Path(path), mode, group)
-        return Listener(path, sock, lock_fd)
+        return Listener(path, _bind(path, mode, group), lock_fd)
     except BaseException as exc:
-        sock.close()
         if lock_fd >= 0:
             _unlock(path, lock_fd)
         if isinstance(exc, OSError):
@@ -127,6 +144,17 @@ def refuse_group(group: int) -> None:
         ) from None
     finally:
         os.close(fd)
+
+
+def _bind(path: str, mode: int, group: int | None) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(path)
+        _give(Path(path), mode, group)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def _give(path: Path, mode: int, group: int | None) -> None:

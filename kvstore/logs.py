@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -96,9 +97,9 @@ class Json(OneLine):
 
 
 class Unread:
-    """A stream to a descriptor of which nobody may read: a pipe that stays full is waited for once.
+    """A stream to a descriptor that may take no more: a pipe that stays full is waited for once.
 
-    Then what does not fit is lost, until somebody reads again.
+    Then what does not fit is lost, until somebody reads again; a full disk loses as much.
     """
 
     def __init__(self, fd: int) -> None:
@@ -114,14 +115,17 @@ class Unread:
         return bool(self._poll.poll(0 if self.lost else READER_MS))
 
     def write(self, text: str) -> None:
-        """Write a record, or count it as lost. Raises OSError."""
+        """Write a record, or count it as lost."""
         data = ("\n" * self._cut + text).encode(errors="backslashreplace")
         for at in range(0, len(data), select.PIPE_BUF):  # so much has room in what takes more
-            if not self.takes_more:
+            part, taken = data[at : at + select.PIPE_BUF], 0
+            if self.takes_more:
+                with contextlib.suppress(OSError):  # a disk is full, or a reader has gone
+                    taken = os.write(self._fd, part)
+            if taken < len(part):
                 self.lost += 1
-                self._cut = self._cut or at > 0
+                self._cut = self._cut or at + taken > 0
                 return
-            os.write(self._fd, data[at : at + select.PIPE_BUF])
         self._cut = False
 
     def flush(self) -> None:
@@ -135,7 +139,9 @@ class ToUnread(logging.StreamHandler[Unread]):
         """Write a record, and before it how many were lost."""
         if self.stream.lost and self.stream.takes_more:
             lost, self.stream.lost = self.stream.lost, 0
-            log.warning("standard error was not read: %s lines are lost", f"{lost:,}")
+            log.warning("standard error took no more: %s lines are lost", f"{lost:,}")
+            if self.stream.lost:  # nor does it now
+                self.stream.lost = lost
         super().emit(record)
 
 

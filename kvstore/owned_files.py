@@ -77,9 +77,7 @@ def writable_folder(folder: Path, what: str) -> Path:
     there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not there.is_dir():
         raise ConfigError(f"{what}: expected a directory, found a file there ({there})")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{what}: no permission to write in {there}")
-    try:  # /proc, say, gives a permission that is worth nothing
+    try:  # a permission may be worth nothing: in /proc, say, or where the file system is read-only
         tempfile.NamedTemporaryFile(dir=there, prefix=".kvstore-check-").close()
     except OSError as exc:
         raise ConfigError(f"{what}: nothing can be made in {there}: {exc.strerror}") from exc

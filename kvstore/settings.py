@@ -80,7 +80,7 @@ def read_section(
         default = setting.default(known) if callable(setting.default) else setting.default
         raw = table.get(name, default)
         try:
-            absent = raw is None and default is None
+            absent = raw is None and default is None and not setting.required
             found[name] = None if absent else setting.read(raw, known)
         except ConfigError as exc:
             raise ConfigError(f"{where} {name}: {exc}") from None

@@ -199,6 +199,8 @@ def _drain(chosen: argparse.Namespace) -> int:
         print("the store takes engines and peers again")
     elif state.done:
         print(f"drained: {state.written:,} blocks written, no engine is attached")
+    elif not state.draining:
+        print("the drain was cancelled: the store takes engines and peers again")
     else:
         print(f"not drained yet: {text}; the store goes on")
     if state.failed:

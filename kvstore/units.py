@@ -50,7 +50,7 @@ def _quantity(value: object, units: Mapping[str, int], expected: str, plain: int
     error = wrong(f"{expected} (units {', '.join(units)})", value)
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise error
-    text = value.strip() if isinstance(value, str) else str(value)
+    text = value.strip() if isinstance(value, str) else written(value)
     match = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,9})?) *([A-Za-z]*)", text)
     if match is None:
         raise error

@@ -144,8 +144,8 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("doors -k Q17_a_user", "os.chown(path, -1, group)"),
         (
             "doors -k Q17_a_group",
-            "if group is not None:\n        refuse_group(group)\n    sock",
-            "sock",
+            "if group is not None:\n        refuse_group(group)\n    lock_fd",
+            "lock_fd",
         ),
         ("doors -k Q17_the_mode", "path.chmod(mode)"),
         ("doors -k Q17_a_user", "_give(folder, _FOLDER_MODES[mode], group)"),

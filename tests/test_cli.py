@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from typing import Any
 import pytest
 
 from kvstore import cli
+from kvstore.check import refuse_file_limit, refuse_socket
+from kvstore.config import parse
+from kvstore.core.errors import ConfigError
 from kvstore.metrics import TABLE
 from kvstore.printing import share
 from kvstore.wire import framing
@@ -433,6 +437,39 @@ def test_S6_what_the_machine_lacks_is_no_bug(
     told = capsys.readouterr().err
     assert expected in told
     assert "internal error" not in told
+
+
+def test_S6_a_full_disk_below_standard_output_is_said_once(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text('{"hash_ids": [1, 2]}\n' * 2)
+    arguments = ["replay", str(trace), "--cpu", "1"]
+    code = f"from kvstore.cli import main; raise SystemExit(main({arguments!r}))"
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with Path("/dev/full").open("w") as full:
+        done = _python(code, stdout=full, stderr=subprocess.PIPE, env=environment)
+    assert done.stderr == "kvstore: error: standard output: No space left on device\n"
+    assert done.returncode == 1
+
+
+def test_S6_a_folder_of_a_read_only_file_system_is_named_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refused(**_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as the system says then
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", refused)
+    with pytest.raises(ConfigError, match=f"made in {tmp_path}: Read-only file system"):
+        refuse_socket(str(tmp_path / "kv.sock"))
+
+
+def test_S6_a_limit_of_files_below_an_extent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse({"cpu": {"capacity": "64MiB", "extent": "16MiB"}})
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1024))
+    with pytest.raises(ConfigError, match=r"up to 16 MiB, .*, found a limit of 1 KiB"):
+        refuse_file_limit(config)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    refuse_file_limit(config)
 
 
 def test_S6_names_are_text_and_no_markup(

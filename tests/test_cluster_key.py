@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.core.errors import ConfigError
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.wire import peer as m
 from tests.harness.fakes import hashes, u32
@@ -151,6 +153,17 @@ def test_B1_an_open_address_without_a_key_is_an_error_at_the_start(tmp_path: Pat
         "kvstore: error: peer listen 192.0.2.7:9500: not a loopback address and no cluster key; "
         "make one with kvstore keygen, or listen on 127.0.0.1"
     )
+
+
+def test_B1_a_key_for_which_there_is_no_room_leaves_no_file(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=f"cluster key {tmp_path / 'key'}: File too large"):
+            ClusterKey.make(tmp_path / "key")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "key").exists()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])  # noqa: S104

@@ -64,6 +64,15 @@ def up(port: int) -> bool:
         return False
 
 
+def test_S2_probes_that_come_at_once_can_all_connect() -> None:
+    with ExitStack() as stack:
+        endpoint = metrics_endpoint.listen(Address("127.0.0.1", 0))
+        stack.callback(endpoint.server_close)
+        for _ in range(40):  # none is accepted yet
+            sock = socket.create_connection(("127.0.0.1", endpoint.server_port), timeout=20)
+            stack.enter_context(sock)
+
+
 def test_S2_idle_clients_of_the_metrics_endpoint_take_few_threads(
     store: LiveStore, port: int
 ) -> None:

@@ -24,14 +24,14 @@ from connectors.config import parse_extra
 from connectors.store_connection import LinkLost, attach, connect
 from kvstore import check, cli, launch
 from kvstore.config import parse
-from kvstore.core.errors import ConfigError
+from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.listener import TakenError, listen, taken
 from kvstore.store import admin
 from kvstore.units import shown
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.harness.fakes import geometry
-from tests.harness.live import LiveEngine, LiveStore, eventually
+from tests.harness.live import LiveEngine, LiveStore, engine, eventually, store_settings
 
 STRANGER = 65534
 GROUP = 4242
@@ -483,6 +483,61 @@ def test_a_store_whose_files_were_removed_leaves_those_of_the_next_one(tmp_path:
         assert Path(path).exists()
         with pytest.raises(TakenError):
             listen(path)
+
+
+@pytest.mark.parametrize("what", ["kv.sock", "kv.sock kv.sock.lock", "."])
+def test_a_store_whose_files_were_removed_listens_there_again(tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "run"
+
+    def answers() -> bool:
+        with contextlib.suppress(KVStoreError):
+            return len(admin.status(store.path).engines) == 1
+        return False
+
+    with LiveStore(store_settings(folder)) as store, engine(store):
+        inode = Path(store.path).stat().st_ino
+        if what == ".":
+            shutil.rmtree(folder)
+        else:
+            for file in what.split():
+                (folder / file).unlink()
+        eventually(answers)
+        assert Path(store.path).stat().st_ino != inode
+        assert stat.S_IMODE(Path(store.path).stat().st_mode) == 0o600
+        with pytest.raises(TakenError):
+            listen(store.path)
+    assert not Path(store.path).exists()
+
+
+def test_a_store_whose_files_cannot_be_made_again_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    with LiveStore(store_settings(folder)) as store:
+        shutil.rmtree(folder)
+        folder.write_text("in its place")
+        eventually(lambda: "cannot be made again" in caplog.text)
+        time.sleep(0.05)
+        folder.unlink()
+        eventually(lambda: "listening there again" in caplog.text)
+        assert admin.status(store.path).ready
+    assert caplog.text.count("cannot be made again") == 1
+
+
+def test_a_store_whose_files_were_removed_leaves_the_path_to_who_took_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "kv.sock")
+    with closing(listen(path)) as first:
+        assert first.renew() is None
+        for file in (path, f"{path}.lock"):
+            Path(file).unlink()
+        with closing(listen(path)) as second:
+            assert first.renew() is None
+            Path(path).unlink()
+            with pytest.raises(TakenError):
+                first.renew()
+            before = second.renew()
+            assert before is not None
+            before.close()
 
 
 def test_a_second_store_beside_a_frozen_one_is_refused_at_once(tmp_path: Path) -> None:

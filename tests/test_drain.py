@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from kvstore.wire import engine as p
 from kvstore.wire import peer as m
 from tests.harness.fakes import geometry
 from tests.harness.live import LiveStore, client, engine, eventually, store_settings
+from tests.harness.patience import WAIT_S
 from tests.harness.script import hashes
 from tests.test_peer_limits import Place, wanted
 
@@ -103,6 +105,21 @@ def test_Q24_now_parts_the_engines(config: Config) -> None:
         one.close()
         eventually(lambda: state(store).done)
         assert store.server.store.numbers.counts["kvstore_sessions_ended", "drain"] == 1
+
+
+def test_Q24_a_drain_that_is_waited_for_can_be_cancelled(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with LiveStore(config) as store, engine(store):
+        place = "--store", f"unix://{store.path}"
+        waits = threading.Thread(target=cli.main, args=(["drain", *place],))
+        waits.start()
+        eventually(lambda: store.server.store.drain.active)
+        assert cli.main(["drain", "--cancel", *place]) == 0
+        waits.join(WAIT_S)
+        assert not waits.is_alive()
+        assert "the drain was cancelled" in capsys.readouterr().out
+        assert not store.server.store.drain.active
 
 
 def test_Q25_what_only_memory_has_is_written_and_then_it_is_done(

@@ -11,9 +11,12 @@ import select
 import signal
 import subprocess
 import sys
+import textwrap
+import threading
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,6 +26,7 @@ from kvstore.core import limits
 from kvstore.core.layout import RankGeometry
 from kvstore.logs import Unread
 from kvstore.store import admin
+from kvstore.wire import engine as p
 from tests.bench.store import StoreProcess, numbers
 from tests.harness.fakes import geometry
 from tests.harness.live import LiveEngine, LiveStore, engine, eventually, store_settings
@@ -93,8 +97,28 @@ def test_Q28_a_log_that_nobody_reads_holds_nothing_up() -> None:
             child.kill()
     *lines, loss, last = (read + rest).splitlines()
     assert all(line.endswith("x") for line in lines), "what is there is whole"
-    assert loss.endswith(f"standard error was not read: {2000 - len(lines):,} lines are lost")
+    assert loss.endswith(f"standard error took no more: {2000 - len(lines):,} lines are lost")
     assert last.endswith("INFO last")
+
+
+def test_Q28_what_a_full_disk_does_not_take_is_counted(tmp_path: Path) -> None:
+    code = """
+        import logging, os, resource
+        from kvstore.logs import log_to_stderr
+        log_to_stderr("%(message)s")
+        logging.info("before")
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.fstat(2).st_size + 3, hard))
+        for number in range(5):
+            logging.info("lost %d", number)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        logging.info("last")
+    """
+    with (tmp_path / "log").open("wb") as log:
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        subprocess.run(command, stderr=log, check=True, timeout=WAIT_S)
+    loss = "standard error took no more: 5 lines are lost"
+    assert (tmp_path / "log").read_text().splitlines() == ["before", "los", loss, "last"]
 
 
 def test_Q28_a_record_that_was_cut_ends_before_the_next_one() -> None:
@@ -283,6 +307,31 @@ def test_Q30_a_fault_that_an_engine_names_is_in_the_stores_log(
         eventually(lambda: [r for r in caplog.records if wanted in r.getMessage()])
     (line,) = [r for r in caplog.records if r.getMessage().endswith(wanted)]
     assert (line.levelname, line.name) == ("WARNING", "kvstore.store.sessions")
+
+
+def test_Q30_a_fault_named_while_the_store_answers_is_heard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, gone = threading.Event(), threading.Event()
+    with LiveStore(store_settings(tmp_path)) as store, engine(store) as one:
+        work = store.server.store.on_message
+
+        def slow(number: int, message: Any, now_ns: int) -> None:  # noqa: ANN401
+            work(number, message, now_ns)
+            if isinstance(message, p.Step) and message.lookups:
+                asked.set()
+                gone.wait(WAIT_S)
+
+        monkeypatch.setattr(store.server.store, "on_message", slow)
+        monkeypatch.setattr(store.server, "_read_s", 0.0)  # each message has a turn of its own
+        one.scheduler.send(p.Step((p.Lookup(1, b"x" * 32, 32),)))
+        assert asked.wait(WAIT_S)
+        one.scheduler.send(p.Detach("no answer in 5 s"))
+        one.scheduler.close()
+        gone.set()
+        eventually(lambda: [r for r in caplog.records if " detached: " in r.getMessage()])
+    (line,) = [r.getMessage() for r in caplog.records if " detached: " in r.getMessage()]
+    assert line.endswith("its scheduler closes the session: no answer in 5 s")
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +116,24 @@ def test_Q61_the_command_ends_in_time_by_size_or_by_ctrl_c(
         words = ["record", str(tmp_path / "time"), "--store", f"unix://{store.path}"]
         assert cli.main(words) == 2
         assert re.search("time: cannot be written: File exists", capsys.readouterr().err)
+
+
+def test_Q61_a_full_disk_leaves_what_was_recorded_before(tmp_path: Path) -> None:
+    file, before = tmp_path / "trace", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with LiveStore(store_settings(tmp_path)) as store, engine(store) as one:
+
+        def watch(done: Written) -> None:
+            asks(one, hashes(3))
+            if done.requests:  # the next write ends in the middle
+                resource.setrlimit(resource.RLIMIT_FSIZE, (done.bytes + 9, before[1]))
+
+        said = f"{file}: cannot be written: File too large; it has what came before, requests: 1"
+        try:
+            with pytest.raises(KVStoreError, match=said):
+                record(store.path, file, 60.0, 1 << 20, watch=watch)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(read_trace(file).requests) == 1
 
 
 def test_Q61_a_store_that_ends_leaves_what_was_recorded(tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ def test_Q21_what_can_change_does_while_engines_are_attached(reloads: Reloads) -
         assert server._peers.waits.quiet_ns == 3 * 10**9
         assert one.ask(hashes(2)).lease_ms == 7_000
         assert reloads.change() == {}, "nothing differs any more"
+        found = reloads.change(('capacity = "64MiB"', "capacity = 67108865"))
+        assert found["cpu capacity"] == ("67108865", "67108864", True), "rounded, they are equal"
 
 
 def test_Q21_what_cannot_change_is_named_with_both_values(

@@ -159,6 +159,7 @@ def test_Q41_a_reload_changes_the_limits_of_all_tenants(tmp_path: Path) -> None:
         differing = store.server.store.settings.take_over(after)
         assert [each.text for each in differing if not each.live] == []
         assert {each.setting for each in differing} >= {"tenant b cpu", "tenant c cpu"}
+        assert "tenant c nvme" not in {each.setting for each in differing}, "none, and was none"
         found = {each.tenant: each.quota_bytes for each in store.server.store.tenants.every()}
         assert found == {"a": None, "b": 3 * MIB, "c": MIB}
 
@@ -234,6 +235,8 @@ def test_Q42_floors_that_leave_no_room_are_refused(tmp_path: Path) -> None:
         tenants.limit("b", "cpu", None, 6 * MIB)
         with pytest.raises(ConfigError, match=f"{keeps}capacity, found 15 MiB"):
             tenants.limit("b", "cpu", None, 7 * MIB)
+        with pytest.raises(ConfigError, match=f"{keeps}capacity, found 15 MiB"):
+            tenants.limit("c", "cpu", None, MIB)
         with pytest.raises(ConfigError, match=f"{keeps}capacity, found 16 MiB"):
             live.take_over(settings(tmp_path, {"name": "a", "cpu_floor": "10MiB"}))
         found = {each.tenant: each.floor_bytes for each in tenants.every()}

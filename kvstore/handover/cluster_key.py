@@ -40,8 +40,12 @@ class ClusterKey:
         except OSError as exc:
             hint = "expected a new file in a folder that is there"
             raise ConfigError(f"cluster key {path}: {exc.strerror}; {hint}") from exc
-        with os.fdopen(fd, "w") as file:
-            file.write(secrets.token_hex(_KEY_BYTES) + "\n")
+        try:
+            with os.fdopen(fd, "w") as file:
+                file.write(secrets.token_hex(_KEY_BYTES) + "\n")
+        except OSError as exc:
+            path.unlink()
+            raise ConfigError(f"cluster key {path}: {exc.strerror}") from exc
 
     @classmethod
     def read(cls, path: Path) -> ClusterKey:

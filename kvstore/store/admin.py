@@ -18,7 +18,7 @@ from kvstore.config import ConfigFile, parse_socket
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.launch import address_of
 from kvstore.metrics import LABELS, MEMORY
-from kvstore.store.drain import DRAIN, Drained
+from kvstore.store.drain import DRAIN, DRAIN_STATE, Drained
 from kvstore.store.live_settings import Reloaded
 from kvstore.store.pins import Pinned
 from kvstore.store.recorder import Recording
@@ -158,13 +158,13 @@ def reload(address: str, user: int | None = None) -> Reloaded:
 
 
 def drain(address: str, what: str = DRAIN, user: int | None = None) -> Iterator[Drained]:
-    """Drain a store, or cancel that; yield how far it is until it is done."""
+    """Drain a store, or cancel that; yield how far it is until it is done, or cancelled."""
     while True:
         found = _ask(address, p.Query(what), user, Drained)
         yield found
         if found.done or not found.draining:
             return
-        what = DRAIN
+        what = DRAIN_STATE  # another operator may cancel it
         time.sleep(_LOOK_S)
 
 

@@ -18,7 +18,10 @@ from kvstore.store.namespaces import Namespaces
 log = logging.getLogger(__name__)
 
 REFUSAL = "the store is draining: it takes no engine and no peer that is not there yet"
-DRAINS = DRAIN, DRAIN_NOW, DRAIN_CANCEL = "drain", "drain now", "drain cancel"  # of queries
+DRAINS = DRAIN, DRAIN_NOW, DRAIN_CANCEL, DRAIN_STATE = (  # of queries
+    *("drain", "drain now", "drain cancel"),
+    "drain state",  # changes nothing
+)
 _LOOK_MAX = 2048  # blocks in one turn
 
 

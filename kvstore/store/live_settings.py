@@ -90,8 +90,10 @@ def _differences(running: Config, found: Config, live: Live) -> Iterator[Differe
         values = [flat.get(setting) for flat in (new, old)]
         if values[0] != values[1]:
             texts = ["none" if value is None else text_of(*value) for value in values]
+            if None in values and texts[0] == texts[1]:  # left out, of a section that has come
+                continue
             if texts[0] == texts[1]:  # rounded
-                texts = [str(value) for value in values]
+                texts = [str(value[1]) for value in values if value is not None]
             section, *_, name = setting.split()
             taken = name in live.get(section, ()) and None not in values
             taken = taken or section == "tenant"

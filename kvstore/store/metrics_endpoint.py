@@ -94,6 +94,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     """A thread for each connection, up to a number of them."""
 
     daemon_threads = True
+    request_queue_size = 128  # a client beyond it is tried again after 1 s, then 3 s
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -46,13 +47,15 @@ def record(
 ) -> Written:
     """Write a trace for so long, or until the file has bytes_max; Ctrl-C ends it early, too.
 
-    Raises StoreUnreachable, StoreRefused; ConfigError for a file that exists, or cannot be written.
+    Raises StoreUnreachable, StoreRefused; ConfigError for a file that cannot be made, KVStoreError
+    for one that cannot be written on.
     """
     number, salt = 1 + secrets.randbits(62), secrets.token_bytes(32)
     admin.record(store, number, user)
     began_s, requests, blocks, dropped, first_ms = time.monotonic(), 0, 0, 0, -1
+    done = None
     try:
-        with path.open("xb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="") as file:
+        with path.open("xb") as file:
             done = Written(0.0, 0, 0, 0, 0)
             while done.seconds < seconds and done.bytes < bytes_max:
                 try:
@@ -62,19 +65,27 @@ def record(
                     ended = True
                 found = admin.record(store, number, user)
                 dropped += found.dropped
+                lines = list[bytes]()
                 for each in found.lookups:
                     first_ms = each.ms if first_ms < 0 else first_ms
                     request = _request(each, salt, first_ms)
                     requests, blocks = requests + 1, blocks + len(request.hash_ids)
-                    file.write(msgspec.json.encode(request) + b"\n")
-                file.flush()
+                    lines.append(msgspec.json.encode(request) + b"\n")
+                if lines or not done.bytes:  # whole in itself, whatever comes after it
+                    file.write(gzip.compress(b"".join(lines)))
+                    file.flush()
                 took_s = time.monotonic() - began_s
-                done = Written(took_s, requests, blocks, raw.tell(), dropped)
+                done = Written(took_s, requests, blocks, file.tell(), dropped)
                 watch(done)
                 if ended:
                     break
     except OSError as exc:
-        raise ConfigError(f"{path}: cannot be written: {exc.strerror}") from exc
+        text = f"{path}: cannot be written: {exc.strerror}"
+        if done is None:
+            raise ConfigError(text) from exc
+        with contextlib.suppress(OSError):
+            os.truncate(path, done.bytes)
+        raise KVStoreError(f"{text}; it has what came before, requests: {done.requests}") from exc
     except admin.StoreUnreachable as exc:
         kept = f"{path} has what came before, requests: {requests}"
         raise admin.StoreUnreachable(f"{exc}; {kept}") from exc

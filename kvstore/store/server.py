@@ -145,6 +145,7 @@ class Server:
         self._gauges_ns = 0
         self._gauges_wanted = threading.Event()  # by a scrape
         self._gauges_fresh = threading.Event()
+        self._unreachable = False  # the socket's file is gone, and cannot be made
         self._accept_ns = 0  # when connections are taken again, after one that could not be
         self._said = RateLog(log)
         self._strangers: set[int] = set()  # users refused, each of whom is logged once
@@ -341,6 +342,7 @@ class Server:
         if now_ns >= self._seldom_ns:
             self._seldom_ns = now_ns + SELDOM_NS
             self._accept_again(now_ns)
+            self._renew_listener()
             self._said.tick()
         if disk is not None and (disk_s <= _BUSY_TICK_S or now_ns >= self._disk_ns):
             disk.poll()
@@ -394,6 +396,24 @@ class Server:
         if self._accept_ns and now_ns > self._accept_ns:
             self._accept_ns = 0
             self._selector.register(self._listener.sock, selectors.EVENT_READ, None)
+
+    def _renew_listener(self) -> None:
+        """Listen again where somebody has removed the socket's file."""
+        path, before = self._listener.path, None
+        try:
+            before = self._listener.renew()
+        except (OSError, ConfigError) as exc:
+            if not self._unreachable:
+                log.warning("%s was removed, and cannot be made again: %s", path, exc)
+            self._unreachable = True
+        if before is not None:
+            self._unreachable = False
+            self._listener.sock.setblocking(False)
+            if not self._accept_ns:
+                self._selector.unregister(before)
+                self._selector.register(self._listener.sock, selectors.EVENT_READ, None)
+            before.close()
+            log.warning("%s was removed: listening there again", path)
 
     def _accept(self) -> None:
         try:
@@ -506,9 +526,8 @@ class Server:
             if connection.outbox:
                 try:
                     connection.outbox.flush(connection.sock)
-                except OSError:
-                    self._drop(connection)
-                    continue
+                except OSError:  # it has closed; what it said before that is read, then its end
+                    connection.outbox = framing.Outbox()
             if connection.outbox.bytes > limits.OUTBOX_BYTES_MAX:
                 who = self.store.sessions.subject(connection.number)
                 self._said.warn("connections that do not read", "%s does not read: dropped", who)

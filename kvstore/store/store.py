@@ -23,7 +23,7 @@ from kvstore.logs import RateLog, set_level
 from kvstore.metrics import MEMORY, NVME, OBJECT, PEER, Numbers
 from kvstore.store import key_news
 from kvstore.store.asked import Asked, note_stored
-from kvstore.store.drain import DRAIN_CANCEL, DRAIN_NOW, DRAINS, REFUSAL, Drain
+from kvstore.store.drain import DRAIN_CANCEL, DRAIN_NOW, DRAIN_STATE, DRAINS, REFUSAL, Drain
 from kvstore.store.extents import Memory
 from kvstore.store.gauges import (
     bucket_gauges,
@@ -528,7 +528,7 @@ class Store:
     def _drain(self, what: str) -> None:
         if what == DRAIN_CANCEL:
             self.drain.cancel()
-        else:
+        elif what != DRAIN_STATE:
             self.drain.start()
         self.sessions.refuses = REFUSAL if self.drain.active else ""
         if self._peers is not None:

@@ -101,12 +101,13 @@ class Tenants:
             raise ConfigError(
                 f"a floor of {floor_bytes} bytes, expected up to the quota of {quota_bytes}"
             )
+        tag = tag_of(name)
+        floors = sum(s.floor_bytes for other, s in self.shares[tier].items() if other != tag)
+        refuse_floors(tier, floors + floor_bytes, self._capacities[tier])
         self.join((name,))
         if name not in self.names:
             raise ConfigError(f"tenant {name!r}: there are {limits.TENANTS_MAX} already")
-        share = self.shares[tier][self.names[name]]
-        floors = sum(s.floor_bytes for s in self.shares[tier].values() if s is not share)
-        refuse_floors(tier, floors + floor_bytes, self._capacities[tier])
+        share = self.shares[tier][tag]
         share.quota_bytes, share.floor_bytes = quota_bytes, floor_bytes
 
     def gauges(self) -> dict[tuple[str, ...], float]:

@@ -466,6 +466,16 @@ def test_B3_without_a_place_to_remember_all_is_read(
     assert len(reads) == 2
 
 
+def test_B3_a_user_without_a_home_has_all_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_weights(tmp_path / "model")
+    expected = identity(facts(folder))
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as of a number in a container
+    assert identity(facts(folder)) == expected
+
+
 def test_B3_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "_REMEMBERED_MAX", 3)
     folder, memory = with_weights(tmp_path / "model"), tmp_path / "memory"
