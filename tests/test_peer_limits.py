@@ -76,6 +76,29 @@ def wanted(chain: list[bytes], job: int = 1, **how: object) -> m.Want:
     return msgspec.structs.replace(want, **how)
 
 
+# Hand-overs that cannot be
+
+
+@pytest.mark.parametrize("lacks", ["landing memory", "an exporter", "an exporter there"])
+def test_B14_nobody_waits_for_blocks_that_cannot_come(place: Place, lacks: str) -> None:
+    """Each request waited for two seconds, as long as that lasted."""
+    place.turns(10)
+    chain, taker = hashes(3), place.good.taker
+    place.good.put(chain)
+    landing = place.decode.peers.inlet(place.decode.namespace(taker)).arrivals.landing
+    for push in (False, True):
+        landing.failed = lacks == "landing memory"
+        place.decode.mover.broken = "a test" if lacks == "an exporter" else ""
+        place.prefill.mover.broken = "a test" if lacks == "an exporter there" else ""
+        taker._asks += 1
+        address = place.prefill.wire.address
+        taker.step(lookups=(p.Lookup(taker._asks, b"".join(chain), 32, peer=address, push=push),))
+        place.turns(20)
+        assert not taker.granted[taker._asks].lease
+    landing.failed, place.decode.mover.broken, place.prefill.mover.broken = False, "", ""
+    assert place.good._fetched(chain, push=False), "it comes again by itself"
+
+
 # Peers that the exporter knows
 
 

@@ -93,8 +93,6 @@ class Consumer:
         none of them, so lookups find them, and wait for them, once it has offered them.
         """
         self._now_ns = now_ns
-        if not direct:
-            self.arrivals.landing.open()
         chain = Chain(want.hashes, want.width, self._groups, want.scope)
         number, self._next = self._next, self._next + 1
         keys: list[BlockKey] = []
