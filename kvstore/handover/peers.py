@@ -194,8 +194,8 @@ class Peers:
         for gone in step.unwanted:
             if not gone.request:
                 raise ProtocolError("Unwanted of a request without a name")
-            self.inlet(namespace).withdraw(gone.request)
-        self.requests.on_step(namespace, session, step, now_ns)
+        for request in self.requests.on_step(namespace, session, step, now_ns):
+            self.inlet(namespace).withdraw(request)
 
     def end_of(self, session: int) -> None:
         """An engine is gone."""
