@@ -92,6 +92,7 @@ class PeerLoad(msgspec.Struct, eq=False):
     moves: dict[FetchBlock, list[Move]]
     deadline: LoadDeadline
     blocks_per_chunk: tuple[int, ...]
+    fetches: frozenset[int]
     started: dict[FetchBlock, _Source] = {}
     targets: set[FetchBlock] = set()  # the peer may write our engine blocks of these,
     agent: str = ""  # through this agent, of this worker
@@ -183,10 +184,13 @@ class DirectTransfers:
                 if slot >= p.DIRECT:
                     block = fetches[slot], slot - p.DIRECT
                     moves.setdefault(block, []).append(Move(group, engine_block, slot, part))
-        return PeerLoad(moves, deadline, blocks_per_chunk) if moves else None
+        numbers = frozenset(number for number, _ in moves)
+        return PeerLoad(moves, deadline, blocks_per_chunk, numbers) if moves else None
 
     def advance(self, load: PeerLoad, now_ns: int) -> bool:
         """Continue a load; True when it is over: unless it has failed, all blocks are valid."""
+        for number in load.fetches & self._fetches.keys():  # what no load has asked of goes first
+            self._fetches[number] = self._fetches.pop(number)
         try:
             self._handle_inbox()
         except (KVStoreError, ValueError) as exc:

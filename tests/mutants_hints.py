@@ -21,7 +21,10 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/handover/consumer.py": (
         ("hints -k O26_a_source_that_is", "if not direct and not hinted:", "if not direct:"),
     ),
-    "kvstore/handover/fetches.py": (("hints -k O26_blocks_come", "if self.hinted:"),),
+    "kvstore/handover/fetches.py": (
+        ("hints -k O26_blocks_come", "if self.hinted:"),
+        ("export -k B14_what_two", "if not ok and other.states[at] in UNCLAIMED:"),
+    ),
     "kvstore/handover/producer.py": (
         (
             "export_turns -k S2_of_what_peers_want",

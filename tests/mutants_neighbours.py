@@ -95,6 +95,11 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/handover/heartbeats.py": (
         ("request_leases -k S2_a_request_of_more", ") > LOOKUP_BLOCKS_MAX:", ") < 0:"),
+        (
+            "peer_limits -k B9_what_two",
+            "if sessions:\n            return False",
+            "if False:\n            return False",
+        ),
     ),
     "kvstore/handover/request_leases.py": (
         ("segmented -k where_requests_are_handed", "manager.slots.hands_over = True", "pass"),

@@ -68,7 +68,11 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("logs -k Q30", "self.send(p.Detach(fault[: limits.TEXT_MAX]))"),
     ),
     "kvstore/handover/peers.py": (
-        ("drain -k Q24_new_peers", "if isinstance(message, m.Hello) and self.refuses:"),
+        ("drain -k Q24_new_peers", "if isinstance(message, m.Hello) and why:"),
+        (
+            "peer_limits -k B14_nobody_waits",
+            "if self._mover.exporter.broken or (landing.failed and not direct):",
+        ),
     ),
     "kvstore/store/sharing.py": (("logs -k Q32", " and _same_model(ours, theirs)", ""),),
     "kvstore/logs.py": (
@@ -361,6 +365,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "connectors/direct_reads.py": (
         ("direct_worker -k B20_direct_a_GPU_is", "self._agent.check_reach(devices)"),
+        ("direct_worker -k come_and_go", "self._fetches[number] = self._fetches.pop(number)"),
     ),
     "connectors/copies/gpu/plan.py": (
         (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from connectors.copies.host import Device, LayerCache
-from connectors.direct_reads import CANCEL_NS, DirectTransfers, PeerLoad
+from connectors.direct_reads import CANCEL_NS, FETCHES_MAX, DirectTransfers, PeerLoad
 from connectors.engine_agent import NETWORKS, AgentTransfer, EngineAgent
 from connectors.load_progress import LoadDeadline
 from connectors.step_meta import EngineSpec, LoadJob
@@ -117,6 +117,22 @@ def test_L1_direct_a_load_is_over_when_all_it_reads_is_good() -> None:
     assert worker.advance()
     assert not worker.load.failed
     assert worker.load.copied_bytes == 128
+
+
+def test_L1_direct_a_load_that_waits_while_many_others_come_and_go_ends_well() -> None:
+    """Its last blocks are still being computed; thousands of fetches are told of meanwhile."""
+    worker = Worker()
+    worker.places(4)
+    assert not worker.advance()
+    worker.passed(4)
+    for fetch in range(100, 100 + 2 * FETCHES_MAX):
+        worker.reads.receive(p.Passed(fetch, u32([0]), True))
+        assert not worker.advance()
+    assert len(worker.reads._fetches) == FETCHES_MAX
+    worker.places(6)
+    worker.passed(6)
+    assert worker.advance()
+    assert not worker.load.failed
 
 
 def test_L1_direct_a_load_reads_in_a_peers_engine_whose_memory_is_told_once() -> None:

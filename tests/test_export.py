@@ -93,6 +93,20 @@ def test_B14_fetches_that_wait_together_for_a_landing_slot_all_arrive() -> None:
     pair.check_nothing_left()
 
 
+@pytest.mark.parametrize("turns", [0, 20], ids=["before the offer", "after it"])
+def test_B14_what_two_requests_want_comes_for_one_when_the_other_is_aborted(turns: int) -> None:
+    pair, chain = stored(3)
+    pair.want(chain, request="one")
+    pair.want(chain, request="two")
+    pair.run(turns)
+    pair.consumer.withdraw("one")
+    pair.run(20)
+    pair.decode.ask(chain)
+    pair.run(20)
+    assert pair.arrived(chain) == 3
+    pair.check_nothing_left(10)
+
+
 def test_B16_blocks_are_held_for_a_while_after_the_lease_and_confirmed_no_more() -> None:
     pair, chain = stored(2)
     pair.want(chain)

@@ -157,6 +157,10 @@ def test_one_that_cannot_start_says_why_and_is_tried_less_and_less_often(
             now_ns += int(wait_s * 1e9)
             exporter.poll(now_ns)  # the next one
     assert [round(wait_s, 3) for wait_s in waits] == [0.1, 0.2, 0.4]
+    assert exporter.broken == f"the exporter does not start: {reasons[-1]}"
+    exporter._state = "starting"
+    exporter._on(Ready("lost-1", b"md"))
+    assert not exporter.broken
     assert all("NIXL's UCX plugin does not load" in reason for reason in reasons), reasons
     assert all(reason.endswith("it ended with 1") for reason in reasons)
     exporter.close()

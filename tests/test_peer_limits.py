@@ -76,6 +76,54 @@ def wanted(chain: list[bytes], job: int = 1, **how: object) -> m.Want:
     return msgspec.structs.replace(want, **how)
 
 
+# Hand-overs that cannot be, or are two
+
+
+@pytest.mark.parametrize("turns", [0, 1, 5])
+def test_B9_what_two_engines_were_given_the_parameters_of_is_held_for_the_second(
+    place: Place, turns: int
+) -> None:
+    """A router may send a request to two of them, and abort the slower one's."""
+    good, chain, address = place.good, hashes(3), place.prefill.wire.address
+    good.giver.step(handed_over=(p.HandedOver("r", "running"),))
+    good.put(chain)
+    done = p.HandedOver("r", "done", b"".join(chain), 32, lease_ms=30_000)
+    good.giver.step(handed_over=(done,))
+    for engine in (good.victim, good.taker):
+        lookup = p.Lookup(99, b"".join(chain), 32, peer=address, request="r", push=False)
+        engine.step(lookups=(lookup,))
+    place.turns(turns)
+    good.victim.step(unwanted=(p.Unwanted(address, "r"),))
+    place.turns(20)
+    assert good.taker.granted[99].lease
+    leases = place.prefill.peers.producer.request_leases
+    assert [lease.request for lease in leases._leases.values()] == ["r"]
+    good.taker.step(unwanted=(p.Unwanted(address, "r"),))
+    place.turns(20)
+    assert not len(leases)
+    assert not place.decode.peers.requests._waiting
+
+
+@pytest.mark.parametrize("lacks", ["landing memory", "an exporter", "an exporter there"])
+def test_B14_nobody_waits_for_blocks_that_cannot_come(place: Place, lacks: str) -> None:
+    """Each request waited for two seconds, as long as that lasted."""
+    place.turns(10)
+    chain, taker = hashes(3), place.good.taker
+    place.good.put(chain)
+    landing = place.decode.peers.inlet(place.decode.namespace(taker)).arrivals.landing
+    for push in (False, True):
+        landing.failed = lacks == "landing memory"
+        place.decode.mover.broken = "a test" if lacks == "an exporter" else ""
+        place.prefill.mover.broken = "a test" if lacks == "an exporter there" else ""
+        taker._asks += 1
+        address = place.prefill.wire.address
+        taker.step(lookups=(p.Lookup(taker._asks, b"".join(chain), 32, peer=address, push=push),))
+        place.turns(20)
+        assert not taker.granted[taker._asks].lease
+    landing.failed, place.decode.mover.broken, place.prefill.mover.broken = False, "", ""
+    assert place.good._fetched(chain, push=False), "it comes again by itself"
+
+
 # Peers that the exporter knows
 
 

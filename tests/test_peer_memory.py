@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvstore.core.errors import TierFull
 from kvstore.handover import transfers
 from kvstore.handover.runs import Part
 from kvstore.handover.transfers import Landing, Reachable, SlotMove, Transfers, Unmapped
 from kvstore.units import MIB
 from kvstore.wire import peer as m
 from tests.harness.patience import WAIT_S
+from tiers.cpu import CpuExtent
 from tiers.nixl import supervisor
 from tiers.nixl.messages import Mapped, Ready
 from tiers.nixl.supervisor import Event
@@ -137,12 +139,29 @@ def test_B15_landing_memory_that_could_not_be_mapped_is_mapped_some_time_later(
     exporter.fails = True
     landing = mover.landing("a", SLOT)
     until(mover, lambda: landing.open() or mover._unmappable)  # type: ignore[func-returns-value]
+    assert landing.failed
     exporter.fails = False
     landing.open()
     assert not exporter.mapped, "not at once"
     until(mover, lambda: landing.take(1))
+    assert not landing.failed
     assert list(exporter.mapped) == [landing.extent]
     assert not mover._unmappable
+
+
+def test_B15_landing_memory_that_was_not_to_be_had_is_allocated_some_time_later(
+    mover: Transfers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> CpuExtent:
+        raise TierFull("a test")
+
+    monkeypatch.setattr(transfers, "RETRY_NS", 10_000_000)
+    landing = mover.landing("a", SLOT)
+    with monkeypatch.context() as patch:
+        patch.setattr(transfers, "CpuExtent", full)
+        until(mover, lambda: landing.open() or landing.failed)  # type: ignore[func-returns-value]
+    until(mover, lambda: landing.take(1))
+    assert not landing.failed
 
 
 def test_B15_slots_that_could_not_be_mapped_are_mapped_some_time_later(

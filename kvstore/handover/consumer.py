@@ -75,6 +75,7 @@ class Consumer:
         self._fetches: dict[int, Fetch] = {}
         self._late: dict[int, Fetch] = {}  # ended, and something given up may still be written
         self._located: dict[BlockKey, int] = {}  # see Fetch
+        self._also: dict[BlockKey, list[tuple[Fetch, int]]] = {}  # likewise
         self._direct: dict[int, DirectFetch] = {}  # until their leases end
         self._regions = Regions()
         self._next = 1
@@ -93,8 +94,6 @@ class Consumer:
         none of them, so lookups find them, and wait for them, once it has offered them.
         """
         self._now_ns = now_ns
-        if not direct:
-            self.arrivals.landing.open()
         chain = Chain(want.hashes, want.width, self._groups, want.scope)
         number, self._next = self._next, self._next + 1
         keys: list[BlockKey] = []
@@ -110,6 +109,7 @@ class Consumer:
             say=partial(self._peers.say, peer),
             fetched=self._fetched,
             located=self._located,
+            also=self._also,
             into=None if direct else self.arrivals,
             heard_ns=now_ns,
             extend_ns=now_ns + self._waits.extend_ns,
@@ -414,6 +414,7 @@ class Consumer:
         """Forget what was offered under these keys."""
         for key in keys:
             place = self._located.pop(key, None)
+            self._also.pop(key, None)
             if place is not None:
                 number, position = divmod(place, m.JOB_BLOCKS_MAX)
                 fetch = self._fetches[number]

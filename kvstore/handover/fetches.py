@@ -56,12 +56,14 @@ class Fetch(Move):
     """Blocks that are fetched from one peer.
 
     say(message): to the peer. located: fetch * JOB_BLOCKS_MAX + position of what lookups find; what
-    has ended is taken out. into: None until workers have claimed blocks of a direct fetch.
+    has ended is taken out. also: other fetches that want such a block, and its position there.
+    into: None until workers have claimed blocks of a direct fetch.
     """
 
     say: Callable[[Message], None]
     fetched: Fetched
     located: dict[BlockKey, int]
+    also: dict[BlockKey, list[tuple[Fetch, int]]]
     into: Arrivals | DirectFetch | None
     heard_ns: int  # its start, then when its peer last answered
     extend_ns: int
@@ -117,13 +119,20 @@ class Fetch(Move):
             self.locate()
 
     def locate(self) -> None:
-        """Have lookups find the blocks, but for those that they find already."""
+        """Have lookups find the blocks; those that they find already are found once that ends."""
         for first, end in self.states.within(self.all, UNCLAIMED):
             place = self.number * m.JOB_BLOCKS_MAX + first
             named = dict(zip(self.keys[first:end], range(place, place + end - first), strict=True))
             for key in self.located.keys() & named.keys():
-                del named[key]
+                self.find(key, named.pop(key) % m.JOB_BLOCKS_MAX)
             self.located.update(named)
+
+    def find(self, key: BlockKey, position: int) -> None:
+        """Have lookups find a block; one of another fetch is found first, if there is one."""
+        if key in self.located:
+            self.also.setdefault(key, []).append((self, position))
+        else:
+            self.located[key] = self.number * m.JOB_BLOCKS_MAX + position
 
     def have(self, have: m.Have, regions: Regions, now_ns: int) -> None:
         """Go on with blocks that can be read, or, pushed, have been written."""
@@ -204,6 +213,9 @@ class Fetch(Move):
         for key in self.keys[slice(*run)]:
             if self.located.get(key) == place:
                 del self.located[key]
+                for other, at in self.also.pop(key, ()):
+                    if not ok and other.states[at] in UNCLAIMED:
+                        other.find(key, at)
             place += 1
         if self.into is not None and state not in UNCLAIMED:
             self.into.ended(self, run, state, ok=ok)

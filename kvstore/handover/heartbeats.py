@@ -52,25 +52,29 @@ class Requests:
         self._links = links
         self._refusal = refusal
         self._period_ns = LEASE_MS * 1_000_000 // 3
-        # Of our engines, what waits: when it is told again, first due first, and its session.
-        self._waiting: dict[Held, tuple[int, int]] = {}
+        # Of our engines, what waits: when it is told again, first due first, and their sessions.
+        self._waiting: dict[Held, tuple[int, set[int]]] = {}
 
-    def on_step(self, namespace: Source, session: int, step: Step, now_ns: int) -> None:
-        """Take note of what an engine says. Raises ProtocolError."""
+    def on_step(self, namespace: Source, session: int, step: Step, now_ns: int) -> list[str]:
+        """Take note of what an engine says; return the requests that no engine waits for now.
+
+        Raises ProtocolError.
+        """
         for handed_over in step.handed_over:
             self._hand(namespace, session, handed_over, now_ns)
         digest = namespace.layout.digest
         for lookup in step.lookups:
             if lookup.peer and lookup.request:
                 self._wait(Held(lookup.peer, digest, lookup.request), session, now_ns)
-        for gone in step.unwanted:
-            self._let_go(Held(gone.peer, digest, gone.request))
+        held = [Held(gone.peer, digest, gone.request) for gone in step.unwanted]
+        return [each.request for each in held if self._let_go(each, session)]
 
     def _wait(self, held: Held, session: int, now_ns: int) -> None:
         """Tell the store that holds it that a request waits here, now and again and again."""
-        new = held not in self._waiting and len(self._waiting) < WAITING_MAX
-        if new and not self._refusal(held.address):
-            self._beat(held, session, now_ns)
+        if held in self._waiting:
+            self._waiting[held][1].add(session)
+        elif len(self._waiting) < WAITING_MAX and not self._refusal(held.address):
+            self._beat(held, {session}, now_ns)
 
     def _hand(self, namespace: Source, session: int, request: HandedOver, now_ns: int) -> None:
         leases, rules = self._leases, namespace.layout.rules
@@ -103,14 +107,20 @@ class Requests:
                 fixed=request.fixed,
             )
 
-    def _let_go(self, held: Held) -> None:
+    def _let_go(self, held: Held, session: int) -> bool:
+        """Tell the store that holds it, unless another engine was given the same parameters."""
+        _, sessions = self._waiting.get(held, (0, set[int]()))
+        sessions.discard(session)
+        if sessions:
+            return False
         self._waiting.pop(held, None)
         self.counts["done"] += self._keep(held, 0)
+        return True
 
-    def _beat(self, held: Held, session: int, now_ns: int) -> None:
+    def _beat(self, held: Held, sessions: set[int], now_ns: int) -> None:
         self.counts["heartbeats"] += self._keep(held, LEASE_MS)
         self._waiting.pop(held, None)  # behind the others
-        self._waiting[held] = now_ns + self._period_ns, session
+        self._waiting[held] = now_ns + self._period_ns, sessions
 
     def _keep(self, held: Held, lease_ms: int) -> bool:
         keep = m.Keep(held.namespace, held.request, lease_ms)
@@ -119,11 +129,13 @@ class Requests:
     def tick(self, now_ns: int) -> None:
         """Send the heartbeats that are due."""
         due = takewhile(lambda item: item[1][0] <= now_ns, self._waiting.items())
-        for held, (_, session) in list(due):
-            self._beat(held, session, now_ns)
+        for held, (_, sessions) in list(due):
+            self._beat(held, sessions, now_ns)
 
     def end_of(self, session: int) -> None:
         """An engine is gone: its requests compute nothing more, and wait for nothing."""
-        for held in [held for held, (_, owner) in self._waiting.items() if owner == session]:
-            del self._waiting[held]
+        for held, (_, sessions) in list(self._waiting.items()):
+            sessions.discard(session)
+            if not sessions:
+                del self._waiting[held]
         self._leases.end_of(session)

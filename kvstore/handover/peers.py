@@ -152,17 +152,23 @@ class Peers:
     ) -> int | None:
         """Ask a peer for blocks; return the fetch's number in the namespace's consumer.
 
-        direct: for workers to read. hinted: as in Consumer.want(). None: it is ourselves, or too
-        many others are being asked.
+        direct: for workers to read. hinted: as in Consumer.want(). None: it is ourselves, too many
+        others are being asked, or nothing could arrive here.
         """
         digest = namespace.layout.digest
         if self.off or digest in self._off or address == self.channel.address:
+            return None
+        consumer = self.inlet(namespace)
+        landing = consumer.arrivals.landing
+        if not direct:
+            landing.open()
+        if self._mover.exporter.broken or (landing.failed and not direct):
             return None
         number = self.links.connect(address, digest)
         if number is None:
             return None
         self._mover.exporter.wake()
-        consumer = self._used[digest] = self.inlet(namespace)
+        self._used[digest] = consumer
         fetch = consumer.want(number, want, now_ns, direct=direct, hinted=hinted)
         if self.exported.up is None:
             consumer.heard(number, now_ns, STALL_NS)
@@ -184,8 +190,8 @@ class Peers:
         for gone in step.unwanted:
             if not gone.request:
                 raise ProtocolError("Unwanted of a request without a name")
-            self.inlet(namespace).withdraw(gone.request)
-        self.requests.on_step(namespace, session, step, now_ns)
+        for request in self.requests.on_step(namespace, session, step, now_ns):
+            self.inlet(namespace).withdraw(request)
 
     def end_of(self, session: int) -> None:
         """An engine is gone."""
@@ -221,9 +227,10 @@ class Peers:
         if link is not None:
             self._on_answer(number, link, message)
             return
-        if isinstance(message, m.Hello) and self.refuses:
+        why = self.refuses or self._mover.exporter.broken
+        if isinstance(message, m.Hello) and why:
             self._counts["refused"] += 1
-            self.channel.send(number, m.Refused(self.refuses, retry=True))
+            self.channel.send(number, m.Refused(why[: m.TEXT_MAX], retry=True))
             return
         if isinstance(message, m.Land) and message.metadata:
             self._agents.update(number, message.metadata)

@@ -168,6 +168,7 @@ class Landing:
         self.metadata = b""
         self.used_ns = 0
         self.retry_ns: int | None = 0  # when to allocate or map; None: done, or under way
+        self.failed = False  # the last attempt has
         self._want = want
         self._free: array[int] = array(U32)
 
@@ -408,7 +409,7 @@ class Transfers:
             export.again_ns = again_ns
         for landing in self._landings.values():
             if landing.memory is not None and landing.extent == extent:
-                landing.retry_ns = again_ns
+                landing.retry_ns, landing.failed = again_ns, True
 
     def _unmapped(self, extent: int) -> Sequence[Event]:
         landing = self._leaving.pop(extent, None)
@@ -422,6 +423,7 @@ class Transfers:
         for landing in self._landings.values():
             if landing.extent in addresses:
                 landing.base, landing.metadata = addresses[landing.extent], metadata
+                landing.failed = False
         return [Reachable(extent, address) for extent, address in addresses.items()]
 
     def _ended(self, number: int, moved: int, error: str | None) -> Event:
@@ -561,7 +563,7 @@ class Transfers:
         landing, memory = made.landing, made.memory
         if isinstance(memory, TierFull):
             log.error("no landing memory: %s", memory)
-            landing.retry_ns = self._now_ns + RETRY_NS
+            landing.retry_ns, landing.failed = self._now_ns + RETRY_NS, True
             return
         number, self._next_landing = self._next_landing, self._next_landing + 1
         landing.made(number, memory)

@@ -229,7 +229,7 @@ class Mover(Moves):
     def quarantined_bytes(self) -> int:
         return self.abandoned
 
-    is_up, starts = True, 1
+    is_up, starts, broken = True, 1, ""
 
     def landing_at(self, agent: str, region: m.Region) -> LandingSlots | None:
         other = self._net.movers.get(agent)

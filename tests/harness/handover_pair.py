@@ -275,6 +275,7 @@ class Pair:
         assert set(self.target.manager.slots.granted) == set(self.decode.credits)
         assert not self.consumer._fetches
         assert not self.consumer._located
+        assert not self.consumer._also
         assert self.consumer.arrivals.quarantined == 0
         self.landing.check_all_free()
 
@@ -296,6 +297,7 @@ def bare_fetch(arrivals: Arrivals, peer: int, keys: list[BlockKey], *, push: boo
         say=lambda _: None,
         fetched=Fetched(),
         located={},
+        also={},
         into=arrivals,
         heard_ns=0,
         extend_ns=0,

@@ -300,6 +300,7 @@ class Node(World):
             assert not consumer._late
             assert not consumer._direct
             assert not consumer._located
+            assert not consumer._also
             assert not consumer.arrivals.loads._open
             assert not consumer.arrivals.quarantined
             assert not consumer.arrivals._turns._waiting

@@ -260,6 +260,7 @@ class Exporter:
         self.starts = 0
         self._closed = False
         self._why = ""  # the process is being ended
+        self.broken = ""  # why the last one ended before it was up; empty: it did not
         self._extents: dict[int, _Extent] = {}
         self._peers = _Introductions()
         self._open: dict[int, _OpenTransfer] = {}
@@ -380,6 +381,7 @@ class Exporter:
         """Start a new process: open transfers and quarantines end, peers need the new name."""
         if self._child is not None and self._running:
             log.warning("ending the exporter: %s", why)
+            self.broken = self.broken or (why if self._state == "starting" else "")
             self._state = "ending"
             self._why = why
             self._child.kill()
@@ -432,7 +434,8 @@ class Exporter:
         try:
             child = Child(self._epoll, settings.service, settings.devices, settings.transports)
         except TierIOError as exc:
-            self._events.append(Down(str(exc)))
+            self.broken = str(exc)
+            self._events.append(Down(self.broken))
             self._pause(now_ns)
             return
         self.starts += 1
@@ -497,7 +500,7 @@ class Exporter:
                 self._on_ended(message)
             case m.Ready():
                 if self._running:
-                    self._state = "up"
+                    self._state, self.broken = "up", ""
                 self._events.append(message)
             case m.Mapped():
                 self._on_extent(message)
@@ -539,6 +542,8 @@ class Exporter:
         reason = ": ".join(filter(None, (self._why, child.ended())))
         if not self._closed:
             log.warning("the exporter is down: %s", reason)
+        if self._state == "starting":
+            self.broken = f"the exporter does not start: {reason}"
         child.close()
         self._child, self._state = None, "down"
         self._peers.end(self._looked_ns)
