@@ -102,7 +102,8 @@ class ExtraConfig(Section, frozen=True):
         int | None, Setting(whole_number(1, COUNT_MAX), default_text="the engine's block size")
     ]
     """Tokens in one block, a multiple of the engine's block size. Larger blocks mean fewer keys and
-    longer copies, but more tokens that do not fill a block and are computed again."""
+    longer copies, but more tokens that do not fill a block and are computed again. With recurrent
+    states, only the engine's own."""
 
     transfer: Annotated[str, Setting(choice("auto", "pull", "push"), "auto")]
     """How a prompt that another engine computed is fetched: `"pull"`, `"push"` or `"auto"`, which

@@ -110,4 +110,10 @@ def geometry(config: Any, cache: Any, wanted: int | None) -> Geometry:
     block_tokens = block_tokens_of(wanted, scheduler_tokens)
     sizes = tuple(group.kv_cache_spec.block_size for group in groups)
     rules = tuple(group_rule(group.kv_cache_spec, block_tokens) for group in groups)
+    for size, rule in zip(sizes, rules, strict=True):
+        if rule.exact and size != block_tokens:  # it has one state, and no whole blocks before it
+            raise NotSupported(
+                f"kvstore does not serve this engine: block_tokens is {block_tokens}, expected"
+                f" {size}: a state is stored only in a block of the engine's own size"
+            )
     return Geometry(block_tokens, hash_tokens, sizes, rules)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,7 @@ TOLD = (
     "quantization",
     "weights",
 )  # have traits of their own
+_ELSEWHERE = re.compile(r'"([\w.-]+/[\w.-]+)--[\w.]+"')
 OTHER_MODELS = ("audio_model_id", "text_model_id")  # in hf_config: they have a part's weights
 DRAFTERLESS = ("ngram", "ngram_gpu", "suffix")  # drafts of these leave no KV
 
@@ -146,6 +149,7 @@ def _model(model: Any, load: Any, lengths: tuple[int, ...]) -> tuple[dict[str, A
     try:
         facts["plug_in"] = _code_of(code)
         facts["weights"] = weights_of(model, load)
+        facts |= _code_elsewhere(model, load)
         facts["images"] = _images(model.multimodal_config)
         facts["lengths"] = [decided_by_length(model, code, length) for length in lengths]
     except UnnamedError as exc:
@@ -169,6 +173,25 @@ def _code_of(code: type) -> str:
         top = Path(getattr(sys.modules.get(package), "__file__", None) or "").parent
         file = top if file.is_relative_to(top) else file.parent
     return code_fingerprint(file)
+
+
+def _code_elsewhere(model: Any, load: Any) -> dict[str, Any]:
+    """Say which commits of other repositories a model takes code from: "repository--module.Class".
+
+    One that is not in the local cache was not needed.
+    """
+    if not model.trust_remote_code:
+        return {}
+    folder = _place(model.model, model.revision, None, load.download_dir)
+    texts = [(json.dumps(_config_of(model), default=str), model.code_revision)]
+    processors = folder.glob("*processor*.json")
+    texts += [(file.read_text("utf-8", "replace"), None) for file in processors]
+    found = set()
+    for text, revision in texts:
+        for name in _ELSEWHERE.findall(text):
+            with contextlib.suppress(UnnamedError):
+                found.add((name, _place(name, revision, None, None).name))
+    return {"code elsewhere": sorted(found)} if found else {}
 
 
 def _drafter(speculative: Any, load: Any, length: int) -> tuple[dict[str, Any] | None, str]:

@@ -41,6 +41,7 @@ def model(folder: Path | str, **changes: object) -> Any:
         "quantization": None,
         "quantization_config": None,
         "code_revision": None,
+        "trust_remote_code": False,
         "max_model_len": 4096,
         "try_get_generation_config": dict,
         "override_generation_config": {},

@@ -203,3 +203,13 @@ def test_O22_a_block_is_a_multiple_of_the_engines(tokens: int) -> None:
     told = f"block_tokens is {tokens}, expected a multiple of the engine's block size, 32"
     with pytest.raises(ConfigError, match=told):
         geometry(engine(), cache, tokens)
+
+
+def test_O22_a_block_of_several_states_is_refused() -> None:
+    """The engine keeps the last state of several blocks only: such a block was never whole."""
+    from connectors.vllm_compat import geometry
+
+    cache = cache_of(spec("FullAttentionSpec"), spec("MambaSpec", mamba_cache_mode="align"))
+    assert geometry(engine(), cache, BLOCK) == geometry(engine(), cache, None)
+    with pytest.raises(NotSupported, match=f"block_tokens is 32, expected {BLOCK}: a state"):
+        geometry(engine(), cache, 2 * BLOCK)

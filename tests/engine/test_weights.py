@@ -271,6 +271,38 @@ def test_B3_parts_that_are_models_of_their_own_count(tmp_path: Path) -> None:
     assert found()[0] != before
 
 
+@pytest.mark.parametrize("where", ["config", "preprocessor"])
+def test_B3_code_of_another_repository_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Fine-tuned models name the code of the model that they were made from."""
+    folder, hub = with_weights(tmp_path / "model"), Hub(tmp_path / "hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub.folder))
+    named = {"auto_map": {"AutoModel": "org/model--modeling.Model"}}
+    config = hf_config(layers=4, **named if where == "config" else {})
+    if where == "preprocessor":
+        (folder / "preprocessor_config.json").write_text(json.dumps(named))
+
+    def found(**changes: object) -> str:
+        digest, _, unnamed = identity(facts(folder, hf_config=config, **changes))
+        assert unnamed == ""
+        return digest
+
+    trusted: dict[str, Any] = {"trust_remote_code": True}
+    without = found(**trusted)  # it is not in the cache: vLLM has code of its own
+    assert without == found()
+    first = hub.commit("a", b"1")
+    before = found(**trusted)
+    hub.commit("b", b"2")
+    assert len({without, before, found(**trusted)}) == 3
+    assert found() == without
+    if where == "config":
+        pinned = {"code_revision": first}
+        moved = found(**trusted, **pinned)
+        hub.commit("c", b"3")
+        assert found(**trusted, **pinned) == moved
+
+
 def test_B3_no_other_model_of_vllms_has_parts_elsewhere() -> None:
     """A version with one fails here."""
     import vllm

@@ -45,6 +45,7 @@ class WalkedEngine:
     ) -> None:
         """windows: of its KV groups. more: blocks, budget, running, policy, extra."""
         from vllm.config import set_current_vllm_config
+        from vllm.distributed.kv_transfer import kv_transfer_state
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.utils.hashing import sha256
@@ -71,15 +72,13 @@ class WalkedEngine:
         self._prompts: dict[str, tuple[list[int], int]] = {}
         self.out: defaultdict[str, list[int]] = defaultdict(list)
         half = self.scheduler.connector._scheduler.half
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker  # steps before it is attached use it
         deadline = time.monotonic() + WAIT_S
         while not half._client.credits or self.worker._worker._copies.session is None:
             assert time.monotonic() < deadline, "it is not attached"
             self._take(self._scheduled())
 
     def __enter__(self) -> Self:
-        from vllm.distributed.kv_transfer import kv_transfer_state
-
-        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
         return self
 
     def __exit__(self, *_exc: object) -> None:
