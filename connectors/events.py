@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -55,6 +55,35 @@ class BlockEvent(NamedTuple):
     parent: bytes | None = None
     tokens: Sequence[int] = ()
     extra: Sequence[object] = ()
+
+
+def joined(events: Iterable[BlockEvent]) -> Iterator[BlockEvent]:
+    """Make one event of those that go on with one another: blocks of a prompt, or what left.
+
+    vLLM's router takes up to 4,096 events at once, and nothing of a step that has more.
+    """
+    run: list[BlockEvent] = []
+    for event in events:
+        if run and not _goes_on(run[-1], event):
+            yield _one_of(run)
+            run = []
+        run.append(event)
+    if run:
+        yield _one_of(run)
+
+
+def _goes_on(before: BlockEvent, event: BlockEvent) -> bool:
+    if before[:3] != event[:3] or bool(before.extra) != bool(event.extra):
+        return False
+    return not event.stored or event.parent == before.hashes[-1]
+
+
+def _one_of(run: Sequence[BlockEvent]) -> BlockEvent:
+    return run[0]._replace(
+        hashes=[name for event in run for name in event.hashes],
+        tokens=[token for event in run for token in event.tokens],
+        extra=[keys for event in run for keys in event.extra],
+    )
 
 
 class _Described(NamedTuple):

@@ -35,7 +35,7 @@ from vllm.v1.request import RequestStatus
 
 from connectors.compute_pace import ComputePace
 from connectors.engine_interface import Geometry, Step, is_one_full_group
-from connectors.events import BlockEvent, Extra, NextHash
+from connectors.events import BlockEvent, Extra, NextHash, joined
 from connectors.kv_hints import PARAMETER as HINT
 from connectors.kv_transfer_params import Transfer, is_handed_over
 from connectors.late_stores import PastRequest
@@ -449,7 +449,7 @@ _LOCALITY = "LOCAL"  # blocks are on the node that publishes the event
 
 def kv_events(events: Iterable[BlockEvent], tokens: Geometry, cache: Any) -> Iterator[KVCacheEvent]:
     """Make vLLM's events, with hashes in the form in which the engine publishes its own."""
-    for event in events:
+    for event in joined(events):
         hashes = [maybe_convert_block_hash(BlockHash(name)) for name in event.hashes]
         medium, group = _MEDIA[event.medium], event.group
         if not event.stored:

@@ -10,7 +10,7 @@ import pytest
 from connectors import events as events_module
 from connectors import store_client as client_module
 from connectors.engine_interface import Geometry
-from connectors.events import EVENTS_PER_STEP, BlockEvent
+from connectors.events import EVENTS_PER_STEP, BlockEvent, joined
 from connectors.store_client import DISK, MEMORY
 from kvstore.config import parse
 from kvstore.core.types import BlockKey, GroupRule, make_key
@@ -122,6 +122,26 @@ def test_O16_a_run_of_blocks_has_tokens_too() -> None:
     run(script, request, [[1, 2, 3, 4, 5, 6]])
     keys = [script.key(request, index) for index in range(6)]
     assert plain(happened(script, added=keys)) == [stored(request, index) for index in range(6)]
+
+
+def test_O16_O24_blocks_that_go_on_with_one_another_are_published_as_one_event() -> None:
+    """Else a step of 16,384 tokens has more events than a router takes at once."""
+    one, other = Request("r", 16 * 1024), Request("o", 32)
+    blocks = [stored(one, index) for index in range(1024)]
+    ends = [gone(one, index, DISK) for index in range(1024)]
+    salted = [stored(other, index)._replace(extra=[("salt",)]) for index in range(2)]
+    made = list(joined([*blocks, *ends, *salted, stored(other, 0), stored(one, 3), gone(one, 3)]))
+    assert [len(event.hashes) for event in made] == [1024, 1024, 2, 1, 1, 1]
+    whole, left, salty, *rest = made
+    assert (whole.hashes, whole.parent) == (one.block_hashes, None)
+    assert list(whole.tokens) == list(one.all_token_ids)
+    assert (left.medium, left.stored, left.hashes) == (DISK, False, one.block_hashes)
+    assert salty.extra == [("salt",), ("salt",)]
+    assert [(event.parent, event.hashes) for event in rest] == [
+        (None, other.block_hashes[:1]),
+        (one.block_hashes[2], one.block_hashes[3:4]),
+        (None, one.block_hashes[3:4]),
+    ]
 
 
 def test_O16_O24_a_block_that_was_stored_once_more_is_published_once() -> None:
