@@ -21,7 +21,8 @@ LRU insertion: Qureshi et al., ISCA 2007.) Not where requests are handed over: t
 for what was stored last.
 
 Where recency alone hits more (`kvstore/core/trial.py`), the share does not matter: of both orders'
-coldest blocks that one leaves that was used or stored longer ago (`Slots.by_recency`).
+coldest blocks that one leaves that was used or stored longer ago (`Slots.by_recency`). Where few
+blocks have most uses, what is new needs little room: then the share may grow up to MORE_KEPT.
 
 Both orders hold the ends of paths only, as LeafLRU does. A kept block's parent is kept, too, and
 counts those below it that are; so a use walks up to the first block that is kept already, and each
@@ -41,6 +42,8 @@ from kvstore.core.slots import Slots
 SEGMENTED = "segmented"
 KEPT_SHARE = 0.8
 """The largest share of kept blocks, of the slots that are not on credit."""
+MORE_KEPT = 0.95
+"""The same where that hits more (`Slots.keeps_more`)."""
 SOON = 0.5
 """A block that was never used is back soon while fewer have left than this part of the capacity."""
 COLD = 1 / 3
@@ -92,7 +95,7 @@ class SegmentedLRU:
 
     def _grow(self, blocks: int) -> None:
         share = self._share + blocks / max(1, self._slots.capacity)
-        self._share = min(KEPT_SHARE, max(0.0, share))
+        self._share = min(self._largest, max(0.0, share))
 
     def _stays(self, left: Left) -> bool:
         """Tell whether a block that came back is kept at once."""
@@ -119,8 +122,12 @@ class SegmentedLRU:
             self._grow(_kept_by(entry))
 
     @property
+    def _largest(self) -> float:
+        return MORE_KEPT if self._slots.keeps_more else KEPT_SHARE
+
+    @property
     def _most(self) -> float:
-        return self._share * self._slots.capacity
+        return min(self._share, self._largest) * self._slots.capacity
 
     def used(self, entry: Node, now_s: int) -> None:
         """A request used a block, and so all above it: they are kept, and it is the hottest."""

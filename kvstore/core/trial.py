@@ -1,14 +1,15 @@
-"""Which of two ways to evict hits more: each is tried on a sample of what is asked for.
+"""Which of three ways to evict hits more: each is tried on a sample of what is asked for.
 
-Two small caches stand for memory (miniature simulation: Waldspurger et al., USENIX ATC 2017). They
-have a part of its capacity, and of all blocks asked for the same part, chosen by hash. A sampled
-path has fewer blocks and the same order, so what hangs below what stays as it is. One cache keeps
-what was used again, the other evicts by recency alone (`Slots.by_recency`).
+Three small caches stand for memory (miniature simulation: Waldspurger et al., USENIX ATC 2017).
+They have a part of its capacity, and of all blocks asked for the same part, chosen by hash. A
+sampled path has fewer blocks and the same order, so what hangs below what stays as it is. One cache
+keeps what was used again, one evicts by recency alone (`Slots.by_recency`), and one keeps more of
+what was used again (`Slots.keeps_more`).
 
-Memory goes the other way once that has hit as many blocks more as its cache can hold. What it hits
+Memory goes another way once that has hit as many blocks more as its cache can hold. What it hits
 fewer counts against it, and all fades: a difference of less than an eighth of what is asked for
-changes nothing. So nothing has to be known of what is asked for, and a wrong way costs a part of
-what a full memory holds.
+changes nothing, nor, between keeping and keeping more, one of less than a 32nd. So nothing has to
+be known of what is asked for, and a wrong way costs a part of what a full memory holds.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ BLOCKS = 256
 """What a cache holds. A smaller memory is not tried: it keeps what was used again."""
 STEP_BLOCKS = 8  # that an engine computes in a step
 _FADES = 8 * BLOCKS  # while so many blocks are asked for, by all but 1/e
+_FADES_SLOWLY = 32 * BLOCKS  # between two ways that are more alike
+_RECENT = 1
+_WAYS = ((False, False), (True, False), (False, True))  # by recency, keeps more
 _HASHES = 1 << 64
 
 
@@ -81,23 +85,20 @@ class Trial:
     def __init__(self, slots: Slots, groups: int = 1) -> None:
         """slots: of the memory, which has blocks of so many groups; those of one are tried."""
         self._slots, self._groups = slots, groups
-        self._more = 0.0  # blocks that the other way has hit
+        self._more = [0.0] * len(_WAYS)  # blocks that each has hit more than memory's way
 
     @cached_property
-    def _kept(self) -> Cache:  # made when it is asked for: it takes 110 KB
-        return Cache(BLOCKS, SEGMENTED)
-
-    @cached_property
-    def _recent(self) -> Cache:
-        cache = Cache(BLOCKS, SEGMENTED)
-        cache.manager.slots.by_recency = True
-        return cache
+    def _caches(self) -> list[Cache]:  # made when they are asked for: each takes 110 KB
+        caches = [Cache(BLOCKS, SEGMENTED) for _ in _WAYS]
+        for cache, way in zip(caches, _WAYS, strict=True):
+            _go(cache.manager.slots, way)
+        return caches
 
     def sampled(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Choose those that are tried, of keys that follow one another."""
         capacity = self._slots.capacity // self._groups
         if capacity < BLOCKS:
-            self._slots.by_recency, self._more = False, 0.0  # it may have been larger
+            self._go(_WAYS[0])  # it may have been larger
             return []
         limit = _HASHES // capacity * BLOCKS
         return [key for key in keys if xxh3_64_intdigest(key) < limit]
@@ -107,13 +108,25 @@ class Trial:
         keys, slots = keys[:BLOCKS], self._slots
         if not keys:
             return
-        for cache in (self._kept, self._recent):
+        for cache in self._caches:
             cache.manager.slots.hands_over = slots.hands_over
-        kept, recent = (_use(cache, keys, now_s) for cache in (self._kept, self._recent))
-        more = kept - recent if slots.by_recency else recent - kept
-        self._more = max(0.0, self._more * (1 - len(keys) / _FADES) + more)
-        if self._more > BLOCKS:
-            slots.by_recency, self._more = not slots.by_recency, 0
+        hits = [_use(cache, keys, now_s) for cache in self._caches]
+        mine = _WAYS.index((slots.by_recency, slots.keeps_more))
+        for way, more in enumerate(self._more):
+            fades = _FADES if _RECENT in (way, mine) else _FADES_SLOWLY
+            stays = 1 - len(keys) / fades
+            self._more[way] = max(0.0, more * stays + hits[way] - hits[mine])
+        most = max(self._more)
+        if most > BLOCKS:
+            self._go(_WAYS[self._more.index(most)])
+
+    def _go(self, way: tuple[bool, bool]) -> None:
+        _go(self._slots, way)
+        self._more = [0.0] * len(_WAYS)
+
+
+def _go(slots: Slots, way: tuple[bool, bool]) -> None:
+    slots.by_recency, slots.keeps_more = way
 
 
 def _use(cache: Cache, keys: Sequence[BlockKey], now_s: int) -> int:
