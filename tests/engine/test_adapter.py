@@ -641,8 +641,9 @@ def test_O18_replicas_of_an_engine_share_a_private_store(
 ) -> None:
     from kvstore import launch
 
-    monkeypatch.setattr(launch, "ensure", lambda name, *_: name)
-    assert make(kv_transfer_config__engine_id=engine)._find_store() == store
+    monkeypatch.setattr(launch, "ensure", lambda settings: settings["server"]["socket"])
+    address = make(kv_transfer_config__engine_id=engine)._find_store()
+    assert address == launch.address_of(store)
 
 
 def test_S2_an_engine_whose_id_no_message_can_hold_is_refused(make: Callable[..., Any]) -> None:
