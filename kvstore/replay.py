@@ -284,10 +284,13 @@ class _Store:
     def written_blocks(self) -> int:
         return self._tiering.counts[NVME, "stored"]
 
-    def request(self, chain: Chain, now_ns: int) -> tuple[int, int]:
-        """Use what is here of a prompt and store the rest; count the blocks of each tier."""
+    def request(self, chain: Chain, now_ns: int, now_s: float) -> tuple[int, int]:
+        """Use what is here of a prompt and store the rest; count the blocks of each tier.
+
+        now_s: by the clock of memory's policy.
+        """
         manager, tiering = self._memory.manager, self._tiering
-        manager.now_s = now_ns // 1_000_000_000
+        manager.now_s = now_s
         memory = found = manager.lookup(chain, chain.blocks).blocks
         if self._disk is not None and found < chain.blocks:
             result, count = self._disk.leading(chain.keys(0, chain.blocks), found)
@@ -331,7 +334,10 @@ def replay(
     for number, request in enumerate(trace.requests):
         packed = b"".join([each.to_bytes(_ID_BYTES, "little") for each in request.hash_ids])
         chain = Chain(packed, _ID_BYTES, 1, b"")
-        found = store.request(chain, int(request.timestamp * 1_000_000))
+        since_ms = request.timestamp - trace.requests[0].timestamp
+        # Without times, or with one for all, a request takes a second.
+        now_s = since_ms / 1000 if trace.ns else float(number)
+        found = store.request(chain, int(request.timestamp * 1_000_000), now_s)
         hits = [hits[0] + found[0], hits[1] + found[1]]
         asked = request.input_length or chain.blocks * block_tokens
         tokens += asked

@@ -74,7 +74,7 @@ class _Twofold:
         self._last += 1
         return self._last
 
-    def enter(self, block: Node, _now_s: int) -> None:
+    def enter(self, block: Node, _now_s: float) -> None:
         """A block can be evicted from now on; those above it may have been stored with it."""
         for node in _path(block):
             if node in self._numbers:
@@ -128,7 +128,7 @@ class Arc(_Twofold):
         super().clear()
         self._target = 0.0  # blocks that the first group is to have
 
-    def used(self, block: Node, _now_s: int) -> None:
+    def used(self, block: Node, _now_s: float) -> None:
         """A request used a block, and so all above it, the first one last."""
         for node in _path(block):
             self._promote(node)
@@ -172,7 +172,7 @@ class S3Fifo(_Twofold):
         super().clear()
         self._uses: dict[Node, int] = {}
 
-    def used(self, block: Node, _now_s: int) -> None:
+    def used(self, block: Node, _now_s: float) -> None:
         """A request used a block, and so all above it."""
         for node in _path(block):
             self._uses[node] = min(_USES_MAX, self._uses.get(node, 0) + 1)

@@ -342,6 +342,8 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("replay -k Q60_the_bound", "(-following, -depth, block)", "(following, -depth, block)"),
         ("replay -k Q60_Q65_a_disk", "tiering.used(chain, lease)"),
         ("replay -k published", "manager.complete_load(lease.lease_id)"),
+        ("replay -k however_fast", "since_ms / 1000", "since_ms // 1000"),
+        ("replay -k however_fast", " if trace.ns else float(number)", ""),
     ),
     "kvstore/store/pins.py": (
         ("pins -k Q50_a_clear", "if not self._keys.keys().isdisjoint(keys):"),
@@ -506,6 +508,8 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/core/ghosts.py": (
         ("ghosts -k Q64", "self._count += 1", "pass"),
+        ("ghosts -k Q64_parts", "int(now_s * _TICKS) + 1", "(int(now_s) + 1) * _TICKS"),
+        ("ghosts -k Q64_parts", "min(int(now_s * _TICKS) + 1, _COUNT)", "int(now_s * _TICKS) + 1"),
         ("ghosts -k Q64", "- self._before[place] & _COUNT", "- self._before[place]"),
     ),
     "kvstore/core/load_paces.py": (

@@ -22,6 +22,16 @@ def test_Q3_a_key_that_left_is_found_with_the_last_time() -> None:
     assert (ghosts.left_s(first), ghosts.left_s(second), ghosts.left_s(never)) == (70, 0, None)
 
 
+def test_Q64_parts_of_a_second_are_told_from_one_another() -> None:
+    """Up to the last time that has an entry's bits, after four years."""
+    ghosts = Ghosts(memoryview(bytearray(ENTRY_BYTES << 7)))
+    for at, key in zip((2.25, 2.3, 1e9), keys(3), strict=True):
+        ghosts.add([key], at)
+        left_s = ghosts.left_s(key)
+        assert left_s is not None
+        assert min(at, 2**27 - 1) - 1 / 32 < left_s <= at
+
+
 def test_Q64_a_key_that_left_is_found_with_its_use_and_how_many_left_since() -> None:
     ghosts = Ghosts(memoryview(bytearray(ENTRY_BYTES << 7)))
     used, other, never = keys(3)

@@ -136,6 +136,15 @@ def test_Q2_a_window_that_has_left_is_what_ends_a_hit() -> None:
 # How long ago it left
 
 
+def test_Q64_memory_tells_parts_of_a_second_from_one_another() -> None:
+    town = Town(settings())
+    town.attach()
+    (namespace,) = town.store.namespaces.values()
+    before_s = namespace.manager.now_s
+    town.tick(250)
+    assert namespace.manager.now_s == pytest.approx(before_s + 0.25)
+
+
 def test_Q3_ages_at_eviction_and_the_gap_to_the_next_lookup_are_measured() -> None:
     town = Town(settings(policy="lru"), tiers=[("shelf", MemoryTier)])
     live = town.attach()

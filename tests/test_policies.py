@@ -34,13 +34,13 @@ class NewestFirst:
     def __init__(self, _blocks: Callable[[], int]) -> None:
         self.blocks: dict[Node, None] = {}
 
-    def enter(self, block: Node, _now_s: int) -> None:
+    def enter(self, block: Node, _now_s: float) -> None:
         self.blocks[block] = None
 
     def leave(self, block: Node) -> None:
         del self.blocks[block]
 
-    def used(self, block: Node, _now_s: int) -> None:
+    def used(self, block: Node, _now_s: float) -> None:
         """It does not matter here."""
 
     def choose(self) -> Node:
@@ -131,7 +131,7 @@ class TakesBlocksByName(NewestFirst):
         super().__init__(blocks)
         self.named: dict[BlockKey, Node] = {}
 
-    def enter(self, block: Node, now_s: int) -> None:
+    def enter(self, block: Node, now_s: float) -> None:
         super().enter(block, now_s)
         self.named.setdefault(block.key, block)
 
@@ -299,7 +299,7 @@ def test_Q66_a_store_says_once_that_a_policy_is_off_and_counts_it(
 
 
 class RaisesAtOnce(NewestFirst):
-    def enter(self, _block: Node, _now_s: int) -> None:
+    def enter(self, _block: Node, _now_s: float) -> None:
         raise RuntimeError("made up")
 
 

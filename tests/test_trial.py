@@ -42,7 +42,7 @@ def in_turns(trial: Trial, paths: int, blocks: int) -> Iterator[None]:
         yield
 
 
-def used_again(trial: Trial, now_s: int, requests: int) -> None:
+def used_again(trial: Trial, now_s: float, requests: int) -> None:
     """Ask for one of a few paths, or, three times as often, for one that never comes again."""
     chance = random.Random(1)
     for number in range(requests):
@@ -94,7 +94,7 @@ def popular(requests: int) -> list[Request]:
 
 def test_Q64_what_was_used_has_nearly_all_where_few_blocks_have_most_uses() -> None:
     """With 80 % it hit .537."""
-    trace = Trace(popular(3000), 40 * 16 + 8 * 3000, 24 * 3000, 24)
+    trace = Trace(popular(3000), 40 * 16 + 8 * 3000, 24 * 3000)
     default, arc = (replay(trace, 600, policy=which) for which in ("segmented", Arc))
     assert default.block_hit_ratio == pytest.approx(0.5922, abs=0.0001)
     assert default.block_hit_ratio > 0.95 * arc.block_hit_ratio

@@ -81,12 +81,12 @@ class LeafLRU:
 
     # What the manager reports
 
-    def stored(self, entry: Node, _now_s: int) -> None:
+    def stored(self, entry: Node, _now_s: float) -> None:
         """A block can be read now; one that is pinned enters with its last pin."""
         if not entry.pins:
             self.touch(entry)
 
-    def used(self, entry: Node, _now_s: int) -> None:
+    def used(self, entry: Node, _now_s: float) -> None:
         """A request used a block, and so all above it."""
         self.touch(entry)
 

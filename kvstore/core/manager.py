@@ -59,7 +59,7 @@ class Manager:
         rules: Sequence[GroupRule],
         generations: Generations,
         ghosts: Ghosts | None = None,
-        aged: Callable[[int, int, int], object] = lambda *_: None,
+        aged: Callable[[float, float, int], object] = lambda *_: None,
         policy: str | MakePolicy = LRU,
         failed: Callable[[str, BaseException], None] = lambda *_: None,
     ) -> None:
@@ -80,7 +80,7 @@ class Manager:
         self._cleared: list[Index] = []  # ready blocks that no lookup finds any more
         self._outdated: dict[Slot, Entry] = {}  # was coming when all was cleared
         self._changes = Changes([], [])
-        self.now_s = 0  # the caller's clock
+        self.now_s = 0.0  # the caller's clock
         self.ghosts = Ghosts(memoryview(bytearray(ENTRY_BYTES << 7))) if ghosts is None else ghosts
         self._aged = aged
         self._policy: Rest | TenantOrder = LeafLRU()

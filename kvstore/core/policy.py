@@ -22,13 +22,13 @@ class Policy(Protocol):
     a `key`, and as `parent` the block before it. now_s: seconds of a clock that only goes forward.
     """
 
-    def enter(self, block: Node, now_s: int) -> None:
+    def enter(self, block: Node, now_s: float) -> None:
         """A block can be evicted from now on: it was stored, or what hung below it has gone."""
 
     def leave(self, block: Node) -> None:
         """A block that has entered cannot be evicted any more, or has gone."""
 
-    def used(self, block: Node, now_s: int) -> None:
+    def used(self, block: Node, now_s: float) -> None:
         """A request used a block, and so all above it, whether it has entered or not."""
 
     def choose(self) -> Node:
@@ -49,7 +49,7 @@ class PluginOrder:
         self,
         make: MakePolicy,
         blocks: Callable[[], int],
-        now_s: Callable[[], int],
+        now_s: Callable[[], float],
         failed: Callable[[str, BaseException], None],
     ) -> None:
         """blocks(): how many fit into memory. failed(call, why): the policy is used no more."""
@@ -95,13 +95,13 @@ class PluginOrder:
             self._entered.remove(entry)
             self._call("leave", entry)
 
-    def stored(self, entry: Node, now_s: int) -> None:
+    def stored(self, entry: Node, now_s: float) -> None:
         """A block can be read now."""
         self._lru.stored(entry, now_s)
         self._sync(entry.parent)
         self._sync(entry)
 
-    def used(self, entry: Node, now_s: int) -> None:
+    def used(self, entry: Node, now_s: float) -> None:
         """A request used a block, and so all above it."""
         self._lru.used(entry, now_s)
         self._sync(entry)

@@ -64,7 +64,7 @@ class SegmentedLRU:
         self.kept = 0  # blocks
         self._share = KEPT_SHARE
 
-    def stored(self, entry: Node, _now_s: int) -> None:
+    def stored(self, entry: Node, _now_s: float) -> None:
         """A block can be read now; one that is pinned enters with its last pin."""
         above, barely = entry.parent, self._slots.barely
         barely[entry.slot] = above is not None and barely[above.slot]
@@ -104,10 +104,10 @@ class SegmentedLRU:
             return True
         return left.left_s >= self._last_s(coldest)
 
-    def _last_s(self, entry: Node) -> int:
+    def _last_s(self, entry: Node) -> float:
         return max(self._slots.used_s[entry.slot], self._slots.stored_s[entry.slot])
 
-    def _judge(self, entry: Node, now_s: int) -> None:
+    def _judge(self, entry: Node, now_s: float) -> None:
         """The end of a path is used: learn from how cold it had become."""
         slots = self._slots
         slots.barely[entry.slot] = 0
@@ -129,7 +129,7 @@ class SegmentedLRU:
     def _most(self) -> float:
         return min(self._share, self._largest) * self._slots.capacity
 
-    def used(self, entry: Node, now_s: int) -> None:
+    def used(self, entry: Node, now_s: float) -> None:
         """A request used a block, and so all above it: they are kept, and it is the hottest."""
         if not entry.children:  # else its time is not that of the path
             self._judge(entry, now_s)

@@ -24,8 +24,8 @@ class Slots:
     def __init__(self, generations: Generations) -> None:
         """generations: has a counter for every slot added; the caller sees to that."""
         self.total = 0  # those being retired left out
-        self.stored_s = array("I")  # of the block in each slot: when it became ready
-        self.used_s = array("I")  # and when it was last used itself, if that was later
+        self.stored_s = array("d")  # of the block in each slot: when it became ready
+        self.used_s = array("d")  # and when it was last used itself, if that was later
         self.was_used = bytearray()  # 1: a request used it, or one below it
         self.barely = bytearray()  # 1: before it was used it was the next to leave
         self.by_recency = False  # what was used leaves in one order with what was not
@@ -44,7 +44,7 @@ class Slots:
         self.was_used.extend(bytes(new))
         self.barely.extend(bytes(new))
         for times in (self.stored_s, self.used_s):
-            times.frombytes(bytes(4 * new))
+            times.frombytes(bytes(times.itemsize * new))
         self.total += len(slots)
 
     def retire(self, slots: Iterable[Slot]) -> bool:

@@ -138,12 +138,12 @@ class TenantOrder:
 
     # As a LeafLRU
 
-    def stored(self, entry: Node, now_s: int) -> None:
+    def stored(self, entry: Node, now_s: float) -> None:
         """A block can be read now."""
         self._pass()
         self._of(entry).stored(entry, now_s)
 
-    def used(self, entry: Node, now_s: int) -> None:
+    def used(self, entry: Node, now_s: float) -> None:
         """A request used a block."""
         self._pass()
         self._of(entry).used(entry, now_s)

@@ -103,7 +103,7 @@ class Trial:
         limit = _HASHES // capacity * BLOCKS
         return [key for key in keys if xxh3_64_intdigest(key) < limit]
 
-    def use(self, keys: Sequence[BlockKey], now_s: int) -> None:
+    def use(self, keys: Sequence[BlockKey], now_s: float) -> None:
         """A request asks for a path, of which these were chosen; and stores what is not here."""
         keys, slots = keys[:BLOCKS], self._slots
         if not keys:
@@ -129,7 +129,7 @@ def _go(slots: Slots, way: tuple[bool, bool]) -> None:
     slots.by_recency, slots.keeps_more = way
 
 
-def _use(cache: Cache, keys: Sequence[BlockKey], now_s: int) -> int:
+def _use(cache: Cache, keys: Sequence[BlockKey], now_s: float) -> int:
     """Use what is here of a path and store the rest, as far as there is room; count the hits."""
     manager, chain = cache.manager, Chain(b"".join(keys), len(keys[0]), 1)
     manager.now_s = now_s

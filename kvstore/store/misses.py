@@ -14,7 +14,9 @@ from kvstore.store.session import Ask
 NEVER_SEEN = "never_seen"
 
 
-def missed(ask: Ask, reach: int, found: int, *, waited: bool) -> tuple[tuple[str, int], int | None]:
+def missed(
+    ask: Ask, reach: int, found: int, *, waited: bool
+) -> tuple[tuple[str, int], float | None]:
     """Return why block `reach` of a lookup is no hit, and up to which block that is so.
 
     That is a reason of MISSES; no block behind was ever seen. Also how long ago the block was
@@ -46,7 +48,7 @@ def missed(ask: Ask, reach: int, found: int, *, waited: bool) -> tuple[tuple[str
     return (reason, low), gap_s
 
 
-def left_s_ago(ask: Ask, key: BlockKey) -> int | None:
+def left_s_ago(ask: Ask, key: BlockKey) -> float | None:
     """Return how long ago a block was evicted from memory, if that is known."""
     manager = ask.namespace.manager
     left_s = manager.ghosts.left_s(key)

@@ -201,7 +201,7 @@ class Namespace:
 
         return min(reversed(live), key=cost, default=None)
 
-    def _aged(self, idle_s: int, age_s: int, count: int) -> None:
+    def _aged(self, idle_s: float, age_s: float, count: int) -> None:
         self._numbers.observe("kvstore_evicted_idle_seconds", idle_s, count)
         self._numbers.observe("kvstore_evicted_age_seconds", age_s, count)
 

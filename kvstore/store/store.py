@@ -318,7 +318,7 @@ class Store:
 
     def _tick_namespace(self, namespace: Namespace) -> None:
         manager = namespace.manager
-        manager.now_s = self._now_ns // 1_000_000_000
+        manager.now_s = self._now_ns / 1e9
         for lease_id in manager.expire(self._now_ns):
             self.numbers.add("kvstore_lookups", "expired")
             for session in namespace.sessions.values():
