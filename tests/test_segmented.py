@@ -206,6 +206,7 @@ def test_Q64_the_share_stays_within_its_limit() -> None:
     for number in range(SLOTS):
         rig.put(f"once {number}")
     assert rig.policy.kept == KEPT
+    assert rig.policy._share == KEPT_SHARE, "it is not beyond its limit, and shrinks at once"
 
 
 def test_Q64_what_comes_back_soon_is_kept_at_once() -> None:
