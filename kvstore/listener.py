@@ -44,7 +44,7 @@ class Listener:
         self.sock.listen(BACKLOG)
 
     def renew(self) -> socket.socket | None:
-        """Listen again if somebody has removed the socket's file; return the socket of before.
+        """Make a new socket if somebody has removed the file of this one; return the old socket.
 
         None: a file is there. Raises OSError, ConfigError where none can be made, TakenError when
         another store has the path.

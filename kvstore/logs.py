@@ -99,7 +99,7 @@ class Json(OneLine):
 class Unread:
     """A stream to a descriptor that may take no more: a pipe that stays full is waited for once.
 
-    Then what does not fit is lost, until somebody reads again; a full disk loses as much.
+    Lines that do not fit are lost then, until there is room again; also where a disk is full.
     """
 
     def __init__(self, fd: int) -> None:

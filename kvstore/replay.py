@@ -1,10 +1,10 @@
 """`kvstore replay`: what a trace of requests would have hit, by the manager that stores run.
 
 Each request of the trace looks up its blocks, uses those that are present, and stores the others.
-The trace's timestamps are the time. Slots have no memory. The offline bound is Belady's MIN with
-bypass: of all present blocks and the one that comes, it evicts the one whose next use is farthest.
-Each use of a block is one of those above it, too, so that what is present stays a set of prefixes,
-and the bound is exact.
+The trace's timestamps are the time; without any, a request takes a second. Slots have no memory.
+The offline bound is Belady's MIN with bypass: of all present blocks and the one that comes, it
+evicts the one whose next use is farthest. Each use of a block is one of those above it, too, so
+that what is present stays a set of prefixes, and the bound is exact.
 """
 
 from __future__ import annotations

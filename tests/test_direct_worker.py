@@ -120,7 +120,7 @@ def test_L1_direct_a_load_is_over_when_all_it_reads_is_good() -> None:
 
 
 def test_L1_direct_a_load_that_waits_while_many_others_come_and_go_ends_well() -> None:
-    """Its last blocks are still being computed; thousands of fetches are told of meanwhile."""
+    """The peer still computes its last blocks while thousands of other fetches begin and end."""
     worker = Worker()
     worker.places(4)
     assert not worker.advance()

@@ -310,7 +310,7 @@ def test_Q73_a_refused_put_costs_nothing_but_the_put(
 def test_Q72_a_store_that_ends_begins_no_put(
     proxy: Proxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor does it say that what is being put was only in memory."""
+    """Its log does not say that the blocks of an open put were only in memory."""
     caplog.set_level("INFO")
     disk = {"path": str(tmp_path / "disk"), "capacity": "64MiB"}
     with live(tmp_path / "a", proxy.endpoint, nvme=disk) as a, engine(a) as attached:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvstore.core.manager import Manager
 from kvstore.core.segmented import SEGMENTED
+from kvstore.core.slots import Slots
 from kvstore.core.trial import BLOCKS, Cache, Trial
 from kvstore.core.types import BlockKey, Chain, Slot
 from kvstore.replay import Request, Trace, replay
@@ -61,22 +62,30 @@ def test_Q64_memory_goes_by_recency_where_that_hits_more_and_back_where_it_does_
     assert not slots.by_recency
 
 
+def tried(
+    monkeypatch: pytest.MonkeyPatch, *hits: int
+) -> tuple[Slots, dict[int, int], Callable[[], None]]:
+    """Return slots, what each way hits of 64 blocks, by its place, and what asks 2,000 times."""
+    slots, found = memory().slots, dict(enumerate(hits))
+    trial = Trial(slots)
+    places = {id(cache): place for place, cache in enumerate(trial._caches)}
+    monkeypatch.setattr("kvstore.core.trial._use", lambda cache, *_: found[places[id(cache)]])
+
+    def ask() -> None:
+        for _ in range(2_000):
+            trial.use(path("any", 64), 0)
+
+    return slots, found, ask
+
+
 def test_Q64_a_difference_of_less_than_an_eighth_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slots = memory().slots
-    trial = Trial(slots)
-    caches = [id(cache) for cache in trial._caches]
-    hits = dict(zip(caches, (10, 17, 10), strict=True))
-    monkeypatch.setattr("kvstore.core.trial._use", lambda cache, *_: hits[id(cache)])
-    for _ in range(1_000):
-        trial.use(path("any", 64), 0)
+    slots, hits, ask = tried(monkeypatch, 10, 17, 10)
+    ask()
     assert not slots.by_recency
-    hits[caches[1]] = 20
-    for _ in range(1_000):
-        trial.use(path("any", 64), 0)
-        if slots.by_recency:
-            break
+    hits[1] = 20
+    ask()
     assert slots.by_recency
 
 
@@ -103,21 +112,14 @@ def test_Q64_what_was_used_has_nearly_all_where_few_blocks_have_most_uses() -> N
 def test_Q64_a_difference_of_less_than_a_32nd_keeps_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slots = memory().slots
-    trial = Trial(slots)
-    caches = [id(cache) for cache in trial._caches]
-    hits = dict(zip(caches, (20, 10, 21), strict=True))
-    monkeypatch.setattr("kvstore.core.trial._use", lambda cache, *_: hits[id(cache)])
-    for _ in range(2_000):
-        trial.use(path("any", 64), 0)
+    slots, hits, ask = tried(monkeypatch, 20, 10, 21)
+    ask()
     assert not slots.keeps_more
-    hits[caches[2]] = 23
-    for _ in range(2_000):
-        trial.use(path("any", 64), 0)
+    hits[2] = 23
+    ask()
     assert slots.keeps_more
-    hits[caches[0]] = 26
-    for _ in range(2_000):
-        trial.use(path("any", 64), 0)
+    hits[0] = 26
+    ask()
     assert not slots.keeps_more
 
 

@@ -52,7 +52,7 @@ class Requests:
         self._links = links
         self._refusal = refusal
         self._period_ns = LEASE_MS * 1_000_000 // 3
-        # Of our engines, what waits: when it is told again, first due first, and their sessions.
+        # Requests that our engines wait for: next heartbeat, soonest first, and engines' sessions.
         self._waiting: dict[Held, tuple[int, set[int]]] = {}
 
     def on_step(self, namespace: Source, session: int, step: Step, now_ns: int) -> list[str]:

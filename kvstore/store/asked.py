@@ -12,7 +12,7 @@ from kvstore.core.types import BlockKey, Chain
 from kvstore.store.namespace import Namespace
 from kvstore.wire.engine import Lookup
 
-TURN_BLOCKS = 128  # fed in 0.1 ms; tried in up to 2 ms where memory has few hundred blocks
+TURN_BLOCKS = 128  # fed in 0.1 ms; tried in up to 3 ms where memory has few hundred blocks
 WAITING_BYTES_MAX = 2 << 20  # of hashes, and LOOKUP_BYTES for each lookup
 LOOKUP_BYTES = 512
 _U64 = (1 << 64) - 1

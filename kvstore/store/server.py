@@ -398,7 +398,7 @@ class Server:
             self._selector.register(self._listener.sock, selectors.EVENT_READ, None)
 
     def _renew_listener(self) -> None:
-        """Listen again where somebody has removed the socket's file."""
+        """Make a new socket if somebody has removed the file of ours."""
         path, before = self._listener.path, None
         try:
             before = self._listener.renew()

@@ -72,7 +72,7 @@ class Worker:
         self._sent = 0
 
     def is_subscribed(self) -> bool:
-        """What is published before that, nobody hears."""
+        """Tell whether the router hears what is published."""
         return bool(self._publisher.poll(0))
 
     def publish(self, events: Sequence[BlockEvent]) -> None:
