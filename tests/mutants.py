@@ -82,8 +82,8 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("endings -k O23_slots", " and not self.endings.waits_for(session)", ""),
         (
             "endings -k O23_a_worker",
-            "if end is not None and session is not None and not parted:",
-            "if end is not None and session is not None:",
+            " and connection not in self._parted",
+            "",
         ),
         ("store -k S2_layers", "self._check_layers(hello)"),
         ("turns -k S4_a_namespace_is_visited", "self._namespaces.wake(namespace)"),

@@ -78,6 +78,12 @@ OPS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         (
             "endings -k O23_a_worker_that_says",
             "if connection.last == _GOODBYE:  # its last copy is over",
+            "if False:",
+        ),
+        (
+            "endings -k O23_a_killed_engine",
+            'return b"" if ended else None',
+            "return None",
         ),
     ),
     "kvstore/store/store.py": (

@@ -15,6 +15,8 @@ from kvstore.store import endings
 from tests.harness.live import LiveStore, eventually, store_settings
 
 DYING = """
+import os
+import signal
 import sys
 from types import SimpleNamespace
 from kvstore.wire import engine as p
@@ -23,6 +25,11 @@ from tests.harness.live import LiveEngine
 engine = LiveEngine(SimpleNamespace(path=sys.argv[1]), "dying")
 engine.put([b"a" * 32])
 sys.stdin.readline()
+if sys.argv[2] == "forked":
+    if not os.fork():
+        os.kill(os.getppid(), signal.SIGKILL)
+    sys.stdin.read()  # the fork, with both sockets, until the test is over
+    os._exit(0)
 if sys.argv[2] == "goodbye":
     engine.worker.send(p.Detach(""))
 elif "turned away" in sys.argv[2]:
@@ -77,6 +84,13 @@ def test_O23_a_worker_that_says_goodbye_is_not_waited_for(tmp_path: Path, how: s
         eventually(lambda: not sessions["dying"].workers if "dying" in sessions else True)
         time.sleep(0.3)
         assert "dying" not in sessions
+
+
+def test_O23_a_killed_engine_is_gone_though_a_fork_of_it_keeps_its_sockets(tmp_path: Path) -> None:
+    """So its leases and slots come back, and another engine can have its name."""
+    with LiveStore(store_settings(tmp_path)) as store, dying(store, "forked") as process:
+        process.wait()
+        eventually(lambda: "dying" not in store.server.store.sessions)
 
 
 def test_O23_a_process_that_does_not_end_is_not_waited_for_for_ever(

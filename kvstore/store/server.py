@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import secrets
 import selectors
 import signal
@@ -86,6 +87,7 @@ class _Connection:
         self.decoder = framing.Decoder(p.ToStore, limits.HELLO_BYTES_MAX)
         self.outbox = framing.Outbox()
         self.known = False  # it is part of a session
+        self.end: int | None = None  # a pidfd of its process, once it is known
         self.refused = False  # it hears why, and is dropped
         self.more = False  # messages that came are not acted on yet
         self.heard_s = time.monotonic()  # when something came last
@@ -99,14 +101,25 @@ class _Connection:
         self.outbox.put(framing.encode(message), fd)
         self.refused = self.refused or isinstance(message, p.Refused)
 
-    def receive(self) -> bytes | None:
-        """Read some of what has come; None: nothing has, b"": and nothing more will."""
+    def receive(self, *, ended: bool) -> bytes | None:
+        """Read some of what has come; None: nothing has, b"": and nothing more will.
+
+        ended: its process has. What that forked may keep the socket open.
+        """
         try:
             return self.sock.recv(_READ_BYTES)
         except BlockingIOError:
-            return None
+            return b"" if ended else None
         except OSError:
             return b""
+
+    def know(self, selector: selectors.BaseSelector) -> None:
+        """It has become part of a session: watch its process, too."""
+        self.known = True
+        self.decoder.frames.bytes_max = limits.FRAME_BYTES_MAX
+        self.end = process_end(self.sock)
+        if self.end is not None:
+            selector.register(self.end, selectors.EVENT_READ, self)
 
     def part(self) -> None:
         """Close our end: nothing more is said, and what was not read is forgotten."""
@@ -257,6 +270,8 @@ class Server:
             self._edge.close()
             for connection in self._connections.values():
                 connection.sock.close()
+                if connection.end is not None:
+                    os.close(connection.end)
             self._connections.clear()
             self.store.sessions.endings.close()
             self._selector.close()
@@ -380,7 +395,7 @@ class Server:
             if came is None:
                 self._accept()
             elif events & selectors.EVENT_READ and came.number not in more:
-                self._read(came)
+                self._read(came, ended=key.fd == came.end)
 
     def _reload_some(self) -> None:
         """Begin to read the settings again, or run with what was read."""
@@ -453,9 +468,9 @@ class Server:
         with sock, contextlib.suppress(OSError):
             sock.send(framing.encode(p.Refused(reason, retry=False)))
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: _Connection, *, ended: bool = False) -> None:
         more, connection.more = connection.more, False
-        data = b"" if more else connection.receive()
+        data = b"" if more else connection.receive(ended=ended)
         if data is None:
             return
         if not data and not more:
@@ -470,8 +485,7 @@ class Server:
             for message in connection.decoder.feed(data):
                 self.store.on_message(connection.number, message, time.monotonic_ns())
                 if not connection.known and self.store.sessions.of(connection.number):
-                    connection.known = True
-                    connection.decoder.frames.bytes_max = limits.FRAME_BYTES_MAX
+                    connection.know(self._selector)
                 if connection.refused or connection.outbox.bytes > limits.OUTBOX_BYTES_MAX:
                     break
                 if time.monotonic() > until_s:
@@ -566,9 +580,10 @@ class Server:
         number = connection.number
         if connection.last == _GOODBYE:  # its last copy is over
             self.store.sessions.leave(number, "")
-        end = process_end(connection.sock) if self.store.sessions.may_write(number) else None
+        if connection.end is not None:
+            self._selector.unregister(connection.end)
         connection.sock.close()
-        self.store.on_closed(number, time.monotonic_ns(), end)
+        self.store.on_closed(number, time.monotonic_ns(), connection.end)
         self._lonely_since = time.monotonic()
 
     def _shut_down(self) -> None:

@@ -247,14 +247,14 @@ class Sessions(dict[str, Session]):
     def closed(self, connection: int, now_ns: int, end: int | None = None) -> None:
         """A connection is gone: its session ends, and with the last worker its slots come back.
 
-        end: a pidfd of a worker's process; one that said no goodbye is waited for.
+        end: a pidfd of its process; a worker's that said no goodbye is waited for.
         """
+        awaited = self.may_write(connection) and connection not in self._parted
         self._ended.discard(connection)
-        parted = connection in self._parted
         self._parted.discard(connection)
         process = self.processes.pop(connection, None)
         session = self._by_connection.pop(connection, None)
-        if end is not None and session is not None and not parted:
+        if end is not None and session is not None and awaited:
             self.endings.add(session, end)
         elif end is not None:
             os.close(end)

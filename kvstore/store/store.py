@@ -232,7 +232,7 @@ class Store:
     def on_closed(self, connection: int, now_ns: int, end: int | None = None) -> None:
         """A connection is gone; its session ends, and with the last worker its slots come back.
 
-        end: a pidfd of a worker's process, which is closed.
+        end: a pidfd of its process, which is closed.
         """
         self._now_ns = now_ns
         self.sessions.closed(connection, now_ns, end)
