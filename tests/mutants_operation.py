@@ -453,8 +453,13 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("segmented -k Q64_what_comes_back_soon_is", "and self._stays(left):", "and 0:"),
         (
             "segmented -k Q64_what_takes_longer",
-            "return left.left_s >= self._last_s(coldest)",
+            "return before_s >= self._last_s(coldest)",
             "return True",
+        ),
+        (
+            "trial -k in_turns_and_does_not_fit",
+            "left.last_s if self._slots.keeps_longer else left.left_s",
+            "left.left_s",
         ),
         ("segmented -k Q64_a_prefix", "if coldest.kept == 1:  #", "if True:  #"),
         ("segmented -k Q64_beyond", "return self.kept > self._most", "return False"),
@@ -491,15 +496,17 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/core/trial.py": (
         ("trial -k hits_more", "_go(cache.manager.slots, way)", "pass"),
-        ("trial -k hits_more", "if most > BLOCKS:", "if False:"),
+        ("trial -k hits_more", "self._go(_WAYS[way])", "pass"),
+        ("trial -k an_eighth", "BLOCKS if _RECENT in (way, mine) else BLOCKS // 2", "BLOCKS // 2"),
+        ("trial -k a_64th", "BLOCKS if _RECENT in (way, mine) else BLOCKS // 2", "BLOCKS"),
         (
             "trial -k hits_more",
-            "_WAYS.index((slots.by_recency, slots.keeps_more))",
+            "_WAYS.index((slots.by_recency, slots.keeps_more, slots.keeps_longer))",
             "0",
         ),
         ("trial -k an_eighth", "1 - len(keys) / fades", "1"),
-        ("trial -k a_32nd", "_FADES if _RECENT in (way, mine) else _FADES_SLOWLY", "_FADES"),
-        ("trial -k nearly_all", "(False, True))", "(False, False))"),
+        ("trial -k a_64th", "_FADES if _RECENT in (way, mine) else _FADES_SLOWLY", "_FADES"),
+        ("trial -k nearly_all", "(False, True, False),", "(False, False, False),"),
         ("trial -k small_memory", "if capacity < BLOCKS:", "if False:"),
         ("trial -k becomes_small", "self._go(_WAYS[0])", "pass"),
         ("trial -k stands_for", "self._slots.capacity // self._groups", "self._slots.capacity"),
@@ -508,8 +515,17 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/core/ghosts.py": (
         ("ghosts -k Q64", "self._count += 1", "pass"),
-        ("ghosts -k Q64_parts", "int(now_s * _TICKS) + 1", "(int(now_s) + 1) * _TICKS"),
-        ("ghosts -k Q64_parts", "min(int(now_s * _TICKS) + 1, _COUNT)", "int(now_s * _TICKS) + 1"),
+        ("ghosts -k Q64_parts", "int(time_s * _TICKS) + 1", "(int(time_s) + 1) * _TICKS"),
+        (
+            "ghosts -k Q64_parts",
+            "min(int(time_s * _TICKS) + 1, _COUNT)",
+            "int(time_s * _TICKS) + 1",
+        ),
+        (
+            "ghosts -k nine_in_ten",
+            "last[at + 1] = table[at], before[at], last[at]",
+            "_ = (0, 0, 0)",
+        ),
         ("ghosts -k Q64", "- self._before[place] & _COUNT", "- self._before[place]"),
     ),
     "kvstore/core/load_paces.py": (

@@ -36,15 +36,15 @@ def test_Q64_a_key_that_left_is_found_with_its_use_and_how_many_left_since() -> 
     ghosts = Ghosts(memoryview(bytearray(ENTRY_BYTES << 7)))
     used, other, never = keys(3)
     assert ghosts.find(never) is None
-    ghosts.add([used, other], 5, [1, 0])
-    assert ghosts.find(used) == (5, 1, True)
-    assert ghosts.find(other) == (5, 0, False)
-    ghosts.add(keys(7, "more"), 6)
-    assert ghosts.find(used) == (5, 8, True)
+    ghosts.add([used, other], 5, [1, 0], 2)
+    assert ghosts.find(used) == (5, 1, True, 2)
+    assert ghosts.find(other) == (5, 0, False, 2)
+    ghosts.add(keys(7, "more"), 6, last_s=3)
+    assert ghosts.find(used) == (5, 8, True, 2)
     ghosts._count += 1 << 32
-    assert ghosts.find(used) == (5, 8, True), "the count may be longer than its entry"
-    ghosts.add([used], 7, [0])
-    assert ghosts.find(used) == (7, 0, False)
+    assert ghosts.find(used) == (5, 8, True, 2), "the count may be longer than its entry"
+    ghosts.add([used], 7, [0], 6)
+    assert ghosts.find(used) == (7, 0, False, 6)
 
 
 def test_Q3_of_the_last_keys_nine_in_ten_are_found_and_no_others() -> None:
@@ -52,15 +52,16 @@ def test_Q3_of_the_last_keys_nine_in_ten_are_found_and_no_others() -> None:
     assert ghosts.entries == 4096
     gone = keys(40_000)
     for number, key in enumerate(gone):
-        ghosts.add([key], number)
+        ghosts.add([key], number, last_s=number + 1)
     recent = gone[-ghosts.entries // 2 :]
-    found = [ghosts.left_s(key) for key in recent]
-    assert sum(at is not None for at in found) > 0.88 * len(recent)
-    for number, at in enumerate(found):
-        assert at in (None, len(gone) - len(recent) + number)
+    found = [ghosts.find(key) for key in recent]
+    assert sum(left is not None for left in found) > 0.88 * len(recent)
+    for at, left in enumerate(found, len(gone) - len(recent)):
+        assert left is None or (left.left_s, left.last_s) == (at, at + 1)
     assert sum(ghosts.left_s(key) is not None for key in gone[:-32_768]) < 40, "it is bounded"
     assert not [key for key in keys(10_000, "other") if ghosts.left_s(key) is not None]
-    assert ghosts._table.nbytes + ghosts._before.nbytes == ghosts.entries * ENTRY_BYTES
+    arrays = ghosts._table, ghosts._before, ghosts._last
+    assert sum(each.nbytes for each in arrays) == ghosts.entries * ENTRY_BYTES
 
 
 def test_Q3_a_large_table_stops_nothing_when_it_is_made_or_as_it_fills() -> None:

@@ -127,14 +127,14 @@ class Manager:
         above, count = victim.parent, len(removed) - before
         self._policy.freed(above)
         self.evictions[reason] += count
-        self.ghosts.add(removed[before:], self.now_s, used)
-        some = free[had : had + _SAMPLED]
+        last_s, some = self.now_s, free[had : had + _SAMPLED]
         if some:
             used_s, stored_s = self.slots.used_s, self.slots.stored_s
             last_s = max(max(used_s[slot], stored_s[slot]) for slot in some)
             if above is not None:  # it was used with what hung below it
                 used_s[above.slot] = max(used_s[above.slot], last_s)
             self._aged(self.now_s - last_s, self.now_s - stored_s[some[0]], count)
+        self.ghosts.add(removed[before:], self.now_s, used, last_s)
 
     def tend_tenants(self, new: Mapping[bytes, Share], block_bytes: int) -> bool:
         """Take out some blocks of tenants that have more than they may; True: call again soon.
@@ -469,7 +469,8 @@ class Manager:
             self._tenants.left(key)
         self.evictions[reason] += 1
         if reason == "resize":
-            self.ghosts.add((entry.key,), self.now_s, (self.slots.was_used[entry.slot],))
+            used = (self.slots.was_used[entry.slot],)
+            self.ghosts.add((entry.key,), self.now_s, used, last_s=self.now_s)
         self._changes.removed.append(entry.key)
         self.slots.vacate(entry.slot, pinned=entry.pins > 0)
         self._policy.freed(entry.parent)

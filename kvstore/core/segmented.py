@@ -22,7 +22,10 @@ for what was stored last.
 
 Where recency alone hits more (`kvstore/core/trial.py`), the share does not matter: of both orders'
 coldest blocks that one leaves that was used or stored longer ago (`Slots.by_recency`). Where few
-blocks have most uses, what is new needs little room: then the share may grow up to MORE_KEPT.
+blocks have most uses, what is new needs little room: then the share may grow up to MORE_KEPT. And
+where all comes back in turns, but never before it has left, a block that comes back is kept only if
+it was used or stored after the coldest kept one (`Slots.keeps_longer`): else each would displace
+the one whose turn is next.
 
 Both orders hold the ends of paths only, as LeafLRU does. A kept block's parent is kept, too, and
 counts those below it that are; so a use walks up to the first block that is kept already, and each
@@ -102,7 +105,8 @@ class SegmentedLRU:
         coldest = self._kept.coldest
         if coldest is None or self.kept < _FULL * self._most:
             return True
-        return left.left_s >= self._last_s(coldest)
+        before_s = left.last_s if self._slots.keeps_longer else left.left_s
+        return before_s >= self._last_s(coldest)
 
     def _last_s(self, entry: Node) -> float:
         return max(self._slots.used_s[entry.slot], self._slots.stored_s[entry.slot])

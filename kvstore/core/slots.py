@@ -30,6 +30,7 @@ class Slots:
         self.barely = bytearray()  # 1: before it was used it was the next to leave
         self.by_recency = False  # what was used leaves in one order with what was not
         self.keeps_more = False  # what was used may have nearly all
+        self.keeps_longer = False  # it gives way only to what was used after it
         self.hands_over = False  # other stores ask for blocks that engines here are computing
         self.free: list[Slot] = []
         self.granted: dict[Slot, Write | None] = {}  # None: nothing is written there yet

@@ -1,15 +1,16 @@
-"""Which of three ways to evict hits more: each is tried on a sample of what is asked for.
+"""Which of four ways to evict hits more: each is tried on a sample of what is asked for.
 
-Three small caches stand for memory (miniature simulation: Waldspurger et al., USENIX ATC 2017).
+Four small caches stand for memory (miniature simulation: Waldspurger et al., USENIX ATC 2017).
 They have a part of its capacity, and of all blocks asked for the same part, chosen by hash. A
 sampled path has fewer blocks and the same order, so what hangs below what stays as it is. One cache
-keeps what was used again, one evicts by recency alone (`Slots.by_recency`), and one keeps more of
-what was used again (`Slots.keeps_more`).
+keeps what was used again, one evicts by recency alone (`Slots.by_recency`), one keeps more of what
+was used again (`Slots.keeps_more`), and one keeps that for longer, too (`Slots.keeps_longer`).
 
-Memory goes another way once that has hit as many blocks more as its cache can hold. What it hits
-fewer counts against it, and all fades: a difference of less than an eighth of what is asked for
-changes nothing, nor, between keeping and keeping more, one of less than a 32nd. So nothing has to
-be known of what is asked for, and a wrong way costs a part of what a full memory holds.
+Memory goes another way once that has hit as many blocks more as its cache can hold, or half as many
+between two that keep. What it hits fewer counts against it, and all fades: a difference of less
+than an eighth of what is asked for changes nothing, nor, between two that keep, one of less than a
+64th. So nothing has to be known of what is asked for, and a wrong way costs a part of what a full
+memory holds.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ STEP_BLOCKS = 8  # that an engine computes in a step
 _FADES = 8 * BLOCKS  # while so many blocks are asked for, by all but 1/e
 _FADES_SLOWLY = 32 * BLOCKS  # between two ways that are more alike
 _RECENT = 1
-_WAYS = ((False, False), (True, False), (False, True))  # by recency, keeps more
+_WAYS = (
+    (False, False, False),  # by recency, keeps more, keeps longer
+    (True, False, False),
+    (False, True, False),
+    (False, True, True),
+)
 _HASHES = 1 << 64
 
 
@@ -111,22 +117,23 @@ class Trial:
         for cache in self._caches:
             cache.manager.slots.hands_over = slots.hands_over
         hits = [_use(cache, keys, now_s) for cache in self._caches]
-        mine = _WAYS.index((slots.by_recency, slots.keeps_more))
+        mine = _WAYS.index((slots.by_recency, slots.keeps_more, slots.keeps_longer))
         for way, more in enumerate(self._more):
             fades = _FADES if _RECENT in (way, mine) else _FADES_SLOWLY
             stays = 1 - len(keys) / fades
             self._more[way] = max(0.0, more * stays + hits[way] - hits[mine])
         most = max(self._more)
-        if most > BLOCKS:
-            self._go(_WAYS[self._more.index(most)])
+        way = self._more.index(most)
+        if most > (BLOCKS if _RECENT in (way, mine) else BLOCKS // 2):
+            self._go(_WAYS[way])
 
-    def _go(self, way: tuple[bool, bool]) -> None:
+    def _go(self, way: tuple[bool, ...]) -> None:
         _go(self._slots, way)
         self._more = [0.0] * len(_WAYS)
 
 
-def _go(slots: Slots, way: tuple[bool, bool]) -> None:
-    slots.by_recency, slots.keeps_more = way
+def _go(slots: Slots, way: tuple[bool, ...]) -> None:
+    slots.by_recency, slots.keeps_more, slots.keeps_longer = way
 
 
 def _use(cache: Cache, keys: Sequence[BlockKey], now_s: float) -> int:
