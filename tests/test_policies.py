@@ -322,9 +322,9 @@ def test_Q66_a_policy_named_in_the_settings_says_what_goes(tmp_path: Path) -> No
     ("name", "expected"),
     [
         ("nowhere:Policy", "'nowhere:Policy' cannot be loaded: No module named 'nowhere'"),
-        (f"{__name__}:VERBS", f"expected a policy's class, found {__name__}:VERBS, a list"),
-        (f"{__name__}:Path", f"{__name__}:Path is no policy: it has no choose, clear, enter"),
-        (f"{__name__}:Failing", f"{__name__}:Failing is no policy"),
+        (f"{__name__}:VERBS", f"policy: expected a class, found {__name__}:VERBS, a list"),
+        (f"{__name__}:Path", f"policy: {__name__}:Path has no choose, clear, enter"),
+        (f"{__name__}:Failing", f"policy: {__name__}:Failing has no "),
         (f"{__name__}:Picky", "which returns how many blocks fit, found ValueError: picky"),
     ],
 )

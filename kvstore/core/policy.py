@@ -39,7 +39,6 @@ class Policy(Protocol):
 
 
 MakePolicy = Callable[[Callable[[], int]], Policy]
-VERBS = sorted(name for name in vars(Policy) if not name.startswith("_"))
 
 
 class PluginOrder:

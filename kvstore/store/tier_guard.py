@@ -33,7 +33,6 @@ TRIAL_NAMESPACE = "0" * 32
 TRIAL_BYTES = 4096
 _CLOSE_S = 5.0  # for a tier that was switched off and still closes as the store ends
 CLOSE_LIMIT_S = 60.0  # for one whose model an engine brings again
-_VERBS = sorted(name for name in vars(Tier) if not name.startswith("_") and name != "name")
 # A hash and its group; engines can be told of no longer ones.
 _Keys = list[Annotated[BlockKey, msgspec.Meta(min_length=3, max_length=limits.KEY_BYTES_MAX)]]
 
@@ -45,15 +44,21 @@ class _Told(msgspec.Struct):
     removed: _Keys
 
 
-def find_class(dotted: str) -> Any:  # noqa: ANN401 - any object can have the name
-    """Import "package.module:Class". Raises ConfigError with the reason why it cannot."""
+def find_class(dotted: str, kind: str, protocol: type) -> Any:  # noqa: ANN401 - of any class
+    """Import "package.module:Class", of a kind with a protocol's methods. Raises ConfigError."""
     module, _, name = dotted.partition(":")
     try:
-        return getattr(import_module(module), name)
+        found = getattr(import_module(module), name)
     except KeyboardInterrupt:
         raise
     except BaseException as exc:  # a plug-in's code may raise anything
-        raise ConfigError(f"{dotted!r} cannot be loaded: {exc}") from exc
+        raise ConfigError(f"{kind}: {dotted!r} cannot be loaded: {exc}") from exc
+    if not isinstance(found, type):
+        raise ConfigError(f"{kind}: expected a class, found {dotted}, a {type(found).__name__}")
+    verbs = sorted(verb for verb in vars(protocol) if not verb.startswith("_"))
+    if missing := [verb for verb in verbs if not callable(getattr(found, verb, None))]:
+        raise ConfigError(f"{kind}: {dotted} has no {', '.join(missing)}")
+    return found
 
 
 class Plugin:
@@ -67,16 +72,7 @@ class Plugin:
 
     def make(self, namespace: str, slot_bytes: int, memory: SlotMemory) -> Tier:
         """Make a namespace's tier. Raises what the class raises, and ConfigError for no class."""
-        dotted = self._config.class_name
-        found = find_class(dotted)
-        if not isinstance(found, type):
-            raise ConfigError(
-                f"tier {self.name}: expected a class, found {dotted}, a {type(found).__name__}"
-            )
-        if missing := [verb for verb in _VERBS if not callable(getattr(found, verb, None))]:
-            raise ConfigError(
-                f"tier {self.name}: {dotted} is no tier: it has no {', '.join(missing)}"
-            )
+        found = find_class(self._config.class_name, f"tier {self.name}", Tier)
         context = TierContext(self.name, namespace, slot_bytes, memory, self._config.options)
         made: Tier = found(context)
         return made
