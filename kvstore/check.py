@@ -72,7 +72,6 @@ def examine(config: Config) -> list[Finding]:
         _peer(config),
         *_bucket(config),
         _huge_pages(),
-        _locked_memory(),
         *(Finding(Level.OK, f"tier {t.name}", f"{t.class_name} loads") for t in config.tiers),
     ]
     return failed + [finding for finding in rest if finding.what not in wrong]
@@ -205,12 +204,6 @@ def _huge_pages() -> Finding:
         return Finding(Level.OK, "huge pages", f"{SHMEM_HUGE_PAGES} is {chosen}")
     text = f"off, {_SMALL_PAGES}: {SHMEM_HUGE_PAGES} is {chosen}; within_size turns them on"
     return Finding(Level.NOTE, "huge pages", text)
-
-
-def _locked_memory() -> Finding:
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text = "no limit" if limit == resource.RLIM_INFINITY else f"limit {sized(limit)}"
-    return Finding(Level.OK, "locked memory", f"{text}; this version locks none")
 
 
 def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:

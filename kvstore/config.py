@@ -470,8 +470,3 @@ def _several(kind: type[N], section: str, table: Mapping[str, Any], source: str)
                 f'{source}: [[{section}]] name: expected unique names, found "{name}" twice'
             )
     return found
-
-
-def parse_socket(value: object) -> str:
-    """Turn "unix:///run/kvstore.sock" or a plain absolute path into the path."""
-    return read_socket(value, {})

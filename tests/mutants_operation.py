@@ -51,7 +51,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("reload -k Q21_what", "self._use(config, tenants)"),
     ),
     "kvstore/store/drain.py": (
-        ("drain -k Q25", "namespace.tiering.enqueue_lacking(part)"),
+        ("drain -k Q25", "namespace.tiering.enqueue_lacking(part, state)"),
         ("drain -k Q25", "if not self._engines and not self._alone:"),
         ("drain -k Q25", "looked < _LOOK_MAX", "True"),
         ("drain -k Q24", "done=self.active and self._alone and", "done=self.active and"),
@@ -205,13 +205,13 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("policies -k Q66_a_wrong", "or chosen not in self._entered", "or False"),
         ("policies -k NewestFirst", "if not evictable(chosen):", "if False:"),
         ("policies -k Q66_memory", "            self._off(verb, exc)", "            pass"),
-        ("policies -k Q66_memory", "yield from self._lru.victims(wanted=wanted)"),
+        ("policies -k Q66_memory", "yield from super().victims(wanted=wanted)"),
         (
             "policies -k NewestFirst",
             "yield chosen\n            self.freed(chosen.parent)",
             "yield chosen",
         ),
-        ("policies -k PluginMachine", "self._lru.remove(chosen)"),
+        ("policies -k PluginMachine", "self._unlink(chosen)"),
         (
             "policies -k Q66_a_block_that",
             'has a child from now on."""\n        self._sync(entry)',

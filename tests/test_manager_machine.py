@@ -297,7 +297,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self._check_kept(policy)
             orders += policy._new, policy._kept
         elif isinstance(policy, PluginOrder):
-            orders.append(policy._lru)
+            orders.append(policy)
             assert policy._entered <= set(self.manager.index)
         else:
             orders.append(policy)

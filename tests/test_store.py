@@ -22,6 +22,7 @@ from tests.harness.fakes import (
     pending_town,
     phase,
     u32,
+    value_of,
 )
 from tests.reference.memory_tier import MemoryTier
 
@@ -310,7 +311,7 @@ def test_wrong_messages_end_only_their_session(name: str) -> None:
     assert bad.detached
     assert not good.detached
     assert blocks(good.hit(chain)) == [0, 1]
-    assert town.store.numbers.value("kvstore_refused", "protocol") == 1
+    assert value_of(town.store.numbers, "kvstore_refused", "protocol") == 1
     bad.leave()
     town.settle(good)
     assert phase(town, bad) is None

@@ -171,7 +171,10 @@ class Manager:
         """Note that a granted slot is being written; lookups of key are pending from now."""
         if slot not in self.slots.granted:
             raise InvariantBroken("a store into a slot that was not granted")
-        entry = self.index.enter(key, parent, slot)
+        above = None if parent is None else self.index.get(parent)
+        entry = None
+        if parent is None or above is not None:
+            entry = self.index.hang(key, above, slot, _WRITING)
         self.slots.granted[slot] = entry or (key, parent)
         if entry is not None:
             self._policy.covered(entry.parent)

@@ -21,7 +21,6 @@ import msgspec
 
 from kvstore.core.eviction import LeafLRU
 from kvstore.core.index import TABLE_SHIFT, TABLES, Node, State
-from kvstore.core.policy import PluginOrder
 from kvstore.core.segmented import SegmentedLRU
 from kvstore.core.types import TAG_BYTES, BlockKey
 
@@ -45,7 +44,7 @@ class Share(msgspec.Struct, eq=False):
         return self.quota_bytes is not None and self.used_bytes > self.quota_bytes
 
 
-Rest = LeafLRU | SegmentedLRU | PluginOrder  # of blocks in memory; on disk the first
+Rest = LeafLRU | SegmentedLRU  # of blocks in memory; on disk the first
 
 
 class _Order(LeafLRU):
@@ -155,10 +154,6 @@ class TenantOrder:
     def unpinned(self, entry: Node) -> None:
         """A block's last pin is gone."""
         self._of(entry).unpinned(entry)
-
-    def touch(self, entry: Node) -> None:
-        """A block on disk was stored or used."""
-        self.used(entry, 0)
 
     def _pass(self) -> None:
         self._touched += 1

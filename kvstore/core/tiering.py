@@ -15,7 +15,7 @@ Every job ends in exactly one result, which unpins or releases all its slots.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -58,9 +58,6 @@ class Found(NamedTuple):
     end: int
     tier: Tier
     place: str | None
-
-
-_MAYBE_MISSING = (LookupResult.MISS, LookupResult.RETRY)
 
 
 class _Open(msgspec.Struct, eq=False):
@@ -203,21 +200,11 @@ class Tiering:
             queue.add(added, self._now_ns)
             self._pump(queue)
 
-    def enqueue_all(self) -> None:
-        """Queue whatever memory has and a tier lacks; for a store that ends."""
-        for queue in self.queues.values():
-            queue.clear()
-        for state in _MAYBE_MISSING:  # last those that a tier does not know of yet
-            for part in self._manager.index.parts():
-                self.enqueue_lacking(part, (state,))
-
-    def enqueue_lacking(
-        self, entries: Sequence[Entry], states: Collection[LookupResult] = _MAYBE_MISSING
-    ) -> None:
-        """Queue what memory has of these, where a tier answers one of these states for it."""
+    def enqueue_lacking(self, entries: Sequence[Entry], state: LookupResult) -> None:
+        """Queue what memory has of these, where a tier answers this state for it."""
         ready = [e.key for e in entries if e.state is State.READY and e.key not in self.off_disk]
         for queue in self.queues.values():
-            lacking = [key for key in ready if queue.tier.lookup(key) in states]
+            lacking = [key for key in ready if queue.tier.lookup(key) is state]
             queue.put(lacking, self._now_ns)
             self._pump(queue)
 

@@ -14,10 +14,11 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from kvstore.config import ConfigFile, parse_socket
+from kvstore.config import ConfigFile
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.launch import address_of
 from kvstore.metrics import LABELS, MEMORY
+from kvstore.settings import read_socket
 from kvstore.store.drain import DRAIN, DRAIN_STATE, Drained
 from kvstore.store.live_settings import Reloaded
 from kvstore.store.pins import Pinned
@@ -179,7 +180,7 @@ def _ask(
 ) -> T:
     engine = address.removeprefix(PRIVATE)
     private = engine != address
-    path = address_of(engine) if private else parse_socket(address)
+    path = address_of(engine) if private else read_socket(address, {})
     shown = address if private else f"unix://{path}"
     deadline_s = time.monotonic() + timeout_s
     try:

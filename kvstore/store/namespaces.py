@@ -182,13 +182,6 @@ class Namespaces(dict[str, Namespace]):
             del self[namespace.layout.digest]
             log.debug("namespace %s is forgotten", namespace.layout.digest[:12])
 
-    def enqueue_all(self) -> None:
-        """Queue all that only memory has for the lower tiers; for a store that ends."""
-        for namespace in self.values():
-            with namespace.around_tiers:
-                namespace.tiering.enqueue_all()
-                self.wake(namespace)
-
     @property
     def queued_blocks(self) -> int:
         """Count the blocks that are not in a lower tier yet and will be."""

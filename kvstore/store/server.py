@@ -608,7 +608,8 @@ class Server:
         started = told = kept = time.monotonic()
         self.store.on_tick(time.monotonic_ns())  # what has failed until now is not queued
         before, copied, failed = drain.stored(), 0, False
-        namespaces.enqueue_all()
+        for _ in drain.look():
+            self.health.turned(time.monotonic_ns())
         total = namespaces.queued_blocks
         while namespaces.queued_blocks:
             self.store.on_tick(time.monotonic_ns())
@@ -624,7 +625,8 @@ class Server:
             failed |= self._disk is not None and self._disk.fails
             if failed and not namespaces.queued_blocks and self._await_disk():
                 failed, kept = False, time.monotonic()
-                namespaces.enqueue_all()
+                for _ in drain.look():
+                    self.health.turned(time.monotonic_ns())
             time.sleep(_BUSY_TICK_S)
         if total:
             log.info("%d blocks were only in memory: copied %d", total, copied)
