@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from kvstore.arguments import print_json
@@ -24,18 +24,23 @@ from kvstore.store.advise import advise, sentence
 from kvstore.store.drain import DRAIN, DRAIN_CANCEL, DRAIN_NOW
 from kvstore.store.pins import Pinned
 from kvstore.store.record import Written, record
-from kvstore.store.top import watch, words
+from kvstore.store.top import of_tenants, watch, words
 from kvstore.units import one_line, parse_bytes, sized
 
 PINS_FILE_MAX = 64 << 20  # bytes; all that a store pins at most has fewer in hexadecimal digits
 
 
-def _status(chosen: argparse.Namespace) -> None:
-    found = admin.status(chosen.store, user=chosen.user)
+def _print(chosen: argparse.Namespace, found: object, view: RenderableType) -> None:
+    """Print what was found, for programs or for people."""
     if chosen.json:
         print_json(found)
-        return
-    output().print(words(found))
+    else:
+        output().print(view)
+
+
+def _status(chosen: argparse.Namespace) -> None:
+    found = admin.status(chosen.store, user=chosen.user)
+    _print(chosen, found, words(found))
 
 
 def _top(chosen: argparse.Namespace) -> None:
@@ -45,14 +50,11 @@ def _top(chosen: argparse.Namespace) -> None:
 
 def _stats(chosen: argparse.Namespace) -> None:
     found = admin.stats(chosen.store, user=chosen.user)
-    if chosen.json:
-        print_json(found)
-        return
     shown = table("metric", "labels", "value>")
     for stat in found:
         labels = " ".join(f"{name}={label}" for name, label in stat.labels.items())
         shown.add_row(stat.name, labels, f"{stat.value:,.10g}")
-    output().print(shown)
+    _print(chosen, found, shown)
 
 
 def _clear(chosen: argparse.Namespace) -> None:
@@ -123,30 +125,19 @@ def _quota(chosen: argparse.Namespace) -> None:
         keeps = 0 if chosen.floor is None else parse_bytes(chosen.floor)
         found = admin.set_quota(chosen.store, chosen.tenant, chosen.tier, limit, keeps, chosen.user)
         print("after a restart the limits of the configuration file hold again", file=sys.stderr)
-    if chosen.json:
-        print_json(found)
-        return
-    shown = table("tenant", "tier", "used>", "quota>", "floor>")
-    for each in found:
-        quota = "none" if each.quota_bytes is None else sized(each.quota_bytes)
-        used, floor = sized(each.used_bytes), sized(each.floor_bytes)
-        shown.add_row(each.tenant, each.tier, used, quota, floor)
-    output().print(shown)
+    _print(chosen, found, of_tenants(found))
 
 
 def _pin(chosen: argparse.Namespace) -> None:
     for wanted in () if chosen.file is None else _pins_in(chosen.file):
         admin.pin(chosen.store, wanted, chosen.user)
     found = admin.pins(chosen.store, chosen.user)
-    if chosen.json:
-        print_json(found)
-        return
     shown = table("name", "tenant", "model", "namespace", "blocks>", "of>", "size>")
     for each in found:
         blocks, asked = f"{each.blocks:,}", f"{each.asked:,}"
         named = each.name, each.tenant, each.model, one_line(each.namespace[:12], 12)
         shown.add_row(*map(Text, named), blocks, asked, sized(each.bytes))
-    output().print(shown)
+    _print(chosen, found, shown)
 
 
 def _unpin(chosen: argparse.Namespace) -> None:

@@ -162,10 +162,6 @@ class RunQueue:
         skipped = self.sharing.use(rules, chain, blocks, now_ns)
         self._counts[self.tier.name, "skipped"] += skipped
 
-    def search(self, chain: Chain, first: int, blocks: int, now_ns: int) -> None:
-        """Have the tier find out what it has of a path from its first missing block on."""
-        self.sharing.search(self._manager.rules, chain, first, blocks, now_ns)
-
     def take(self, limit: int, kept_off: AbstractSet[BlockKey], now_ns: int) -> list[Entry]:
         """Pin the blocks of the next run, up to a limit; none, if there is none now.
 

@@ -179,7 +179,8 @@ class Lookups:
             return
         lacking = self._lacking(ask, ask.blocks, direct=False)[ask.namespace.full_first[0]]
         for queue in shared if lacking else ():
-            queue.search(ask.chain, lacking[0], ask.blocks, now_ns)
+            rules = ask.namespace.layout.rules
+            queue.sharing.search(rules, ask.chain, lacking[0], ask.blocks, now_ns)
 
     def _ask_peer(self, peers: Peers, ask: Ask, lookup: p.Lookup, *, direct: bool) -> None:
         """Ask a peer for what no tier of ours has, if there is anything to ask for.
