@@ -89,7 +89,11 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "engine_check -k Q10_what",
             "if isinstance(exc.__cause__, OtherUserError | ProtocolError):",
         ),
-        ("engine_check -k Q10_a_model", "if size.slot_bytes > extent:"),
+        (
+            "engine_check -k Q10_a_model",
+            'yield Finding(Level.FAIL, "room", str(exc))',
+            "pass",
+        ),
         (
             "engine_check -k Q10_block",
             "if block_size is None and tokens % BLOCK_SIZE_CPU and extra.block_tokens:",
@@ -104,7 +108,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("model_size -k Q11_ranks", "return max(1, heads // self._ranks) *", "return heads *"),
         ("model_size -k Q11_a_tier", "return min(1, blocks)", "return blocks"),
         ("model_size -k Q11_a_tier", "if self.window is not None:"),
-        ("model_size -k Q11_a_block", "if extent < size.slot_bytes:"),
+        ("model_size -k Q11_a_block", "if extent_bytes < self.slot_bytes:"),
         ("model_size -k Q11_a_model", "for name in UNKNOWN:", "for name in ():"),
         ("model_size -k Q13", "if not found:\n            raise self._unknown"),
     ),
