@@ -13,6 +13,7 @@ import resource
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -209,24 +210,21 @@ def _huge_pages() -> Finding:
 def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield each check: its name, and a call that raises ConfigError if it fails."""
     server, nvme, peer = config.server, config.nvme, config.peer
-    yield "socket", lambda: refuse_socket(server.socket, server.group)
-    yield "file size", lambda: refuse_file_limit(config)
+    yield "socket", partial(refuse_socket, server.socket, server.group)
+    yield "file size", partial(refuse_file_limit, config)
     if config.cpu.numa is not None:
-        node = config.cpu.numa
-        yield "numa", lambda: numa.check(node)
+        yield "numa", partial(numa.check, config.cpu.numa)
     if nvme is not None:
-        yield "nvme", lambda: refuse_nvme(nvme)
+        yield "nvme", partial(refuse_nvme, nvme)
     if peer is not None:
-        yield "peer", lambda: refuse_peer(peer)
+        yield "peer", partial(refuse_peer, peer)
     if config.bucket is not None:
-        bucket = config.bucket
-        yield "object", lambda: refuse_bucket(bucket)
-    yield "policy", lambda: refuse_policy(config.cpu.policy)
+        yield "object", partial(refuse_bucket, config.bucket)
+    yield "policy", partial(refuse_policy, config.cpu.policy)
     for tier in config.tiers:
-        yield f"tier {tier.name}", lambda tier=tier: refuse_tier(tier)  # type: ignore[misc]
+        yield f"tier {tier.name}", partial(refuse_tier, tier)
     if server.metrics is not None:
-        address = server.metrics
-        yield "metrics", lambda: refuse_metrics(address, peer)
+        yield "metrics", partial(refuse_metrics, server.metrics, peer)
 
 
 def require(config: Config) -> None:

@@ -54,10 +54,7 @@ HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_
 
 
 class Group(msgspec.Struct, frozen=True):
-    """KV groups of one kind. layers: in each. session_blocks: of each, for one hit at its end.
-
-    written_bytes: for one token, at most: states are kept less often than once a block.
-    """
+    """KV groups of one kind. layers: in each."""
 
     kind: str
     count: int

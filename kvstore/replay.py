@@ -189,10 +189,7 @@ def blocks_of(text: str, unique: int, block_bytes: int | None) -> int:
 
 
 def budget_of(text: str, trace: Trace, block_bytes: int | None) -> WriteBudget:
-    """Read what may be written to a disk: a part of the lookups, or blocks or bytes of a day.
-
-    Raises ConfigError.
-    """
+    """Read a write budget: a part of the lookups, or blocks or bytes a day. Raises ConfigError."""
     blocks = blocks_of(text, trace.blocks, block_bytes)
     return WriteBudget(blocks, max(1, trace.ns)) if "%" in text else WriteBudget(blocks)
 

@@ -42,10 +42,7 @@ class Mark(Node):
 
 
 class LeafLRU:
-    """Leaf-first least recently used; all operations O(1) amortised.
-
-    The manager reports every change to it, on one thread.
-    """
+    """Leaf-first least recently used; all operations O(1) amortised."""
 
     def __init__(self) -> None:
         root = Node(BlockKey(b""), None, Slot(-1))

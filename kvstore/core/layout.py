@@ -213,10 +213,7 @@ class Move(msgspec.Struct, frozen=True):
 
 
 def slot_layout(ranks: Sequence[RankGeometry]) -> SlotLayout:
-    """Compute the layout of the slots that these ranks fill together.
-
-    Raises ConfigError if the ranks do not fit together, naming both values, or are too many.
-    """
+    """Compute the layout of the slots that ranks fill. Raises ConfigError if they do not fit."""
     first = ranks[0]
     layers = sum(rank.layers for rank in ranks)
     if layers > limits.ENGINE_LAYERS_MAX:

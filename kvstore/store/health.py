@@ -29,10 +29,7 @@ class Health:
         systemd: Systemd | None,
         drains: Callable[[], str] = str,
     ) -> None:
-        """tiers(): the state of each tier below memory, on any thread.
-
-        drains(): why a store that could takes no engine, on any thread.
-        """
+        """tiers(): the state of each tier below memory. drains(): why no engine is taken; or ""."""
         self.refuses = "the store is starting"  # why no engine is taken; "": they are
         self.copied = ""  # as the store ends: how many blocks of how many
         self._tiers, self._drains = tiers, drains

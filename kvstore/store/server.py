@@ -280,7 +280,7 @@ class Server:
     def _reload(self, *wanted: int | None) -> None:
         """Read the file of settings again, elsewhere; the answer goes to connections, and the log.
 
-        What comes meanwhile is one more reading. Raises ProtocolError where there is no file.
+        What comes meanwhile is one more reading.
         """
         source = self.store.source
         if source is None:

@@ -230,10 +230,7 @@ def _tables(
 
 
 def watch(ask: Callable[[], Status], every_s: float, *, once: bool, as_json: bool) -> None:
-    """Show a store until q comes, or once, after two looks at it.
-
-    Raises StoreUnreachable for one that never answered.
-    """
+    """Show a store until q comes, or once, after two looks at it. Raises StoreUnreachable."""
     console, before, status = Console(highlight=False), None, ask()
     live = console.is_terminal and not console.is_dumb_terminal and not (once or as_json)
     gone = ""
