@@ -108,8 +108,6 @@ class RankGeometry(msgspec.Struct, frozen=True):
                 f"{len(self.blocks_per_chunk)} values of blocks_per_chunk"
                 f" for {len(self.groups)} groups"
             )
-        if min(self.blocks_per_chunk) < 1 or self.block_tokens < 1:
-            raise ValueError(f"blocks of {self.block_tokens} tokens, {self.blocks_per_chunk}")
         if self.layers > limits.LAYERS_MAX:
             raise ValueError(f"{self.layers} layers, expected up to {limits.LAYERS_MAX}")
 

@@ -145,10 +145,6 @@ class GroupRule(msgspec.Struct, frozen=True):
     reach: Count = 0
     exact: bool = False
 
-    def __post_init__(self) -> None:
-        if self.trailing is not None and self.trailing < 1:
-            raise ValueError(f"trailing is {self.trailing}, expected None or at least 1")
-
     def first_of(self, blocks: int, *, inside: int) -> int:
         """Return the first block that a hit of this many blocks needs.
 
