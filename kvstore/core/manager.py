@@ -39,7 +39,7 @@ from kvstore.core.lookup import Answer, Below, common_hit
 from kvstore.core.policy import MakePolicy, PluginOrder
 from kvstore.core.segmented import SEGMENTED, SegmentedLRU
 from kvstore.core.slots import Slots
-from kvstore.core.tenants import Rest, Share, TenantOrder
+from kvstore.core.tenants import Share, TenantOrder
 from kvstore.core.types import BlockKey, Chain, Changes, GroupRule, LeaseId, Slot, StoreOutcome
 
 _WRITING, _COMING, _READY, _DROPPED = State  # a member of an enum takes 0.1 us to read
@@ -83,7 +83,7 @@ class Manager:
         self.now_s = 0.0  # the caller's clock
         self.ghosts = Ghosts(memoryview(bytearray(ENTRY_BYTES << 7))) if ghosts is None else ghosts
         self._aged = aged
-        self._policy: Rest | TenantOrder = LeafLRU()
+        self._policy: LeafLRU | TenantOrder = LeafLRU()
         if policy == SEGMENTED:
             self._policy = SegmentedLRU(self.slots, self.ghosts)
         elif not isinstance(policy, str):
