@@ -82,10 +82,9 @@ def gauges(
         found["kvstore_leases", label] = len(manager.leases)
         found["kvstore_jobs_open", label] = namespace.tiering.jobs_open
         arriving = len(namespace.tiering.coming)
-        pinned = manager.leases.blocks_of(PINS)
         for cause, count in (
-            ("lease", manager.leases.blocks - pinned),
-            ("pin", pinned),
+            ("lease", manager.leases.by_engines),
+            ("pin", manager.leases.blocks_of(PINS)),
             ("copy", namespace.tiering.storing),
             ("coming", arriving),
             ("credit", max(0, len(manager.slots.granted) - arriving)),

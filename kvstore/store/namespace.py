@@ -197,7 +197,8 @@ class Namespace:
         live = [mapping for mapping in self.extents.values() if mapping.state == "live"]
         per = max(1, self._per_extent)
         on_credit = Counter(slot // per * per for slot in self.manager.slots.granted)
-        kept = Counter(entry.slot // per * per for entry in self.manager.leases.held_by(PINS))
+        pinned = (e for lease in self.manager.leases.of_owner(PINS) for e in lease.entries)
+        kept = Counter(entry.slot // per * per for entry in pinned)
 
         def cost(mapping: Mapping) -> tuple[int, int]:
             return kept[mapping.first], on_credit[mapping.first]

@@ -288,8 +288,8 @@ class Sessions(dict[str, Session]):
         if self._peers is not None:
             self._peers.end_of(session.number)
         namespace.manager.give_back(session.granted)
-        for lease_id in namespace.manager.leases.of_owner(session.number):
-            self._lookups.end_lease(session, namespace, lease_id)
+        for lease in namespace.manager.leases.of_owner(session.number):
+            self._lookups.end_lease(session, namespace, lease.lease_id)
         if namespace.layout.unnamed:
             namespace.manager.clear()  # nothing can ask for them any more
 
