@@ -28,8 +28,7 @@ from kvstore.memory_limits import MARGIN_BYTES, memory_left
 from kvstore.open_files import DISK_PART, MEMORY_PART, WAY_OUT, extents_max, files_max
 from kvstore.owned_files import writable_folder
 from kvstore.store import metrics_endpoint
-from kvstore.store.plugin_policy import refuse_policy
-from kvstore.store.tier_guard import refuse_tier
+from kvstore.store.plugins import refuse_policy, refuse_tier
 from kvstore.units import sized
 from tiers.nvme.directory import SPARE_BYTES, SPARE_PART
 from tiers.nvme.refusals import refuse as refuse_nvme

@@ -79,7 +79,7 @@ def add_replay(add: Add) -> None:
 
 def _policy(name: str) -> str | MakePolicy:
     from kvstore.config import read_policy
-    from kvstore.store.plugin_policy import find_policy
+    from kvstore.store.plugins import find_policy
 
     try:
         return find_policy(read_policy(COMPARED.get(name, name), {}))

@@ -494,7 +494,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         ("tiers -k O17", "work.cleared = True"),
     ),
-    "kvstore/store/tier_guard.py": (
+    "kvstore/store/plugins.py": (
         (
             "tier_guard",
             "except BaseException as exc:\n        said",

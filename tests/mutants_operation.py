@@ -222,7 +222,7 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             'has a child from now on."""',
         ),
     ),
-    "kvstore/store/plugin_policy.py": (
+    "kvstore/store/plugins.py": (
         ("policies -k Q66_a_wrong_policy", "        found(lambda: 1)", "        pass"),
     ),
     "kvstore/core/late_writes.py": (

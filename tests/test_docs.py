@@ -24,7 +24,7 @@ from kvstore import cli, config
 from kvstore.core.tier import Tier
 from kvstore.metrics import TABLE
 from kvstore.settings import Section, Setting, settings_of
-from kvstore.store.tier_guard import find_class
+from kvstore.store.plugins import find_class
 from kvstore.wire import engine
 from tests import rooms
 from tests.bench import __main__ as bench

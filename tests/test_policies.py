@@ -19,7 +19,7 @@ from kvstore.core.manager import Manager
 from kvstore.core.policy import MakePolicy, PluginOrder
 from kvstore.core.types import BlockKey, Chain, GroupRule, Slot
 from kvstore.replay_policies import Arc, S3Fifo
-from kvstore.store.plugin_policy import refuse_policy
+from kvstore.store.plugins import refuse_policy
 from kvstore.testing import PolicyContract
 from kvstore.testing.policy_contract import Memory
 from tests.harness.fakes import Town, blocks, hashes, settings

@@ -13,9 +13,9 @@ from kvstore.core.leases import PINS
 from kvstore.metrics import DEFERRED_STEPS, LABEL_DIGITS, MEMORY, NVME, OBJECT, Numbers
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import Namespaces
+from kvstore.store.plugins import Plugin
 from kvstore.store.session import Phase, Session
 from kvstore.store.status import told
-from kvstore.store.tier_guard import Plugin
 from kvstore.wire.engine import EVENTS, MISSES, VERSION, Step
 from tiers.cpu import CpuMemory
 from tiers.nvme.disk import NvmeDisk

@@ -25,7 +25,7 @@ from kvstore.core.trial import Trial
 from kvstore.core.types import BlockKey, Slot
 from kvstore.handover.engine_blocks import Engines
 from kvstore.metrics import WAYS, Numbers
-from kvstore.store.plugin_policy import find_policy
+from kvstore.store.plugins import find_policy
 from tiers.cpu import CpuExtent
 
 if TYPE_CHECKING:

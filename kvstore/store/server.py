@@ -42,9 +42,9 @@ from kvstore.store.edge_thread import EdgeThread
 from kvstore.store.health import Health
 from kvstore.store.live_settings import Reloaded
 from kvstore.store.metrics_endpoint import StoreCollector
+from kvstore.store.plugins import Plugin
 from kvstore.store.status import Status
 from kvstore.store.store import SELDOM_NS, Store
-from kvstore.store.tier_guard import Plugin
 from kvstore.systemd import Systemd
 from kvstore.wire import engine as p
 from kvstore.wire import framing

@@ -39,12 +39,12 @@ from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import MakeTiers, Namespaces, Send, StoreContext
 from kvstore.store.pins import Pins
+from kvstore.store.plugins import Plugin
 from kvstore.store.recorder import Recorder
 from kvstore.store.session import Phase, Session, Writing
 from kvstore.store.sessions import Sessions
 from kvstore.store.status import EngineStatus, History, Status, engines_of, status_of
 from kvstore.store.tenants import Tenants
-from kvstore.store.tier_guard import Plugin
 from kvstore.store.token_ids import TokenIds
 from kvstore.wire import engine as p
 from kvstore.wire import framing

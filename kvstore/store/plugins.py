@@ -1,6 +1,6 @@
-"""Tiers of others, and the barrier around them: what raises in one, or is wrong, costs it alone.
+"""Tiers and policies of others, which the configuration names by their dotted names.
 
-Their classes are loaded by the dotted names in the configuration.
+What raises in a tier of others, or is wrong, costs it alone.
 A tier that is off stays off until the store is started again. Nothing is found in it, nothing is
 written to it, and it gets no more memory. What was under way fails once the tier has ended, so that
 it writes into no slot that is somebody else's by then. One that does not end keeps these slots.
@@ -24,6 +24,9 @@ from kvstore.barrier import Ended
 from kvstore.config import TierConfig
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError, NotYet, TierError
+from kvstore.core.eviction import LRU
+from kvstore.core.policy import MakePolicy, Policy
+from kvstore.core.segmented import SEGMENTED
 from kvstore.core.tier import SlotMemory, Telling, Tier, TierContext
 from kvstore.core.types import BlockKey, Changes, JobId, JobResult, LookupResult, Slot, TransferJob
 
@@ -145,6 +148,29 @@ def refuse_tier(config: TierConfig) -> None:
             f"tier {config.name}: expected options that {config.class_name} takes, found {names}:"
             f" {said}"
         ) from exc
+
+
+def find_policy(name: str) -> str | MakePolicy:
+    """Return a policy of ours by its name, or the class of others. Raises ConfigError."""
+    if name in (LRU, SEGMENTED):
+        return name
+    found: MakePolicy = find_class(name, "policy", Policy)
+    return found
+
+
+def refuse_policy(name: str) -> None:
+    """Make a policy once. Raises ConfigError for one that cannot be made."""
+    found = find_policy(name)
+    if isinstance(found, str):
+        return
+    try:
+        found(lambda: 1)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:
+        said = " ".join(f"{type(exc).__name__}: {exc}".split())
+        expected = "expected a class that is made with a function that returns how many blocks fit"
+        raise ConfigError(f"policy {name}: {expected}, found {said}") from exc
 
 
 class _End(NamedTuple):
