@@ -95,8 +95,7 @@ class Namespaces(dict[str, Namespace]):
             space = cpu.capacity_bytes + (0 if disk is None else disk.capacity_bytes)
             remembered = max(2 * space, GHOSTS * cpu.capacity_bytes)
             tokens = self._tokens if self._tokens.bytes_max else None
-            how = self._tiering, remembered, cpu.policy, tokens
-            made = Namespace(layout, self._numbers, *how)
+            made = Namespace(layout, self._numbers, self._tiering, remembered, cpu.policy, tokens)
             self[layout.digest] = made
             made.around_tiers = self._around_tiers(made)
         return self[layout.digest]
