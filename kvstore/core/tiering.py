@@ -266,11 +266,6 @@ class Tiering:
         work = self.coming.get(key)
         return None if work is None or work.cleared else work
 
-    def coming_with(self, key: BlockKey) -> Sequence[BlockKey]:
-        """Name the blocks that come together with one that is on its way up."""
-        work = self.bringing(key)
-        return () if work is None else work.job.keys
-
     def promote(
         self,
         chain: Chain,

@@ -183,12 +183,6 @@ class TransferJob(msgspec.Struct, frozen=True):
     slots: tuple[Slot, ...]
     parents: tuple[BlockKey | None, ...] = ()
 
-    def __post_init__(self) -> None:
-        if len(self.keys) != len(self.slots):
-            raise ValueError(f"{len(self.keys)} keys for {len(self.slots)} slots")
-        if len(self.parents) not in (0, len(self.keys)):
-            raise ValueError(f"{len(self.keys)} keys, {len(self.parents)} parents")
-
     def parent(self, position: int) -> BlockKey | None:
         """Return the key of the block before keys[position]."""
         return self.parents[position] if self.parents else None

@@ -549,7 +549,8 @@ class Lookups:
         if fetch is None:
             entries = leases.entries_of(lease_id)
             first = next((entry for entry in entries if entry.state is State.COMING), None)
-            keys = () if first is None else namespace.tiering.coming_with(first.key)
+            work = None if first is None else namespace.tiering.bringing(first.key)
+            keys = () if work is None else work.job.keys
         if self._peers is None or (fetch is None and not keys):
             return None
         sign = self._peers.inlet(namespace).progress(fetch, keys, now_ns)
