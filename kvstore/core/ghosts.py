@@ -39,8 +39,6 @@ class Ghosts:
     def __init__(self, memory: memoryview) -> None:
         """memory: a power of two of entries, all 0, written here only."""
         self.entries = len(memory) // ENTRY_BYTES
-        if self.entries < ROW or self.entries & self.entries - 1:
-            raise ValueError(f"{self.entries} entries, expected a power of two")
         end = self.entries * (ENTRY_BYTES - 4)
         self._table, self._before = memory[:end].cast("Q"), memory[end:].cast("I")
         self._mask = self.entries - ROW

@@ -33,7 +33,7 @@ class Pace:
 
     @property
     def line(self) -> tuple[float, float, float]:
-        """Return the start and the seconds of each, 0: not known, and up to what that is believed."""
+        """Return start, seconds of each (0: not known), and up to what amount they are believed."""
         if not self._amounts:
             return 0.0, 0.0, 0.0
         amount, seconds = self._amounts / self.weight, self._seconds / self.weight

@@ -93,8 +93,6 @@ class Sessions(dict[str, Session]):
         """A part of an engine joins its session. Raises ProtocolError for one that cannot."""
         if hello.version != p.VERSION:
             raise ProtocolError(f"protocol {hello.version}, ours is {p.VERSION}")
-        if hello.world < 1:
-            raise ProtocolError(f"world of {hello.world}, expected at least 1")
         if connection in self._by_connection:
             raise ProtocolError("a second Hello")
         self._check_layers(hello)
