@@ -254,7 +254,6 @@ class Server:
             self._shut_down()
         finally:
             endpoint.close()
-            self._edge.close()
             for connection in self._connections.values():
                 connection.sock.close()
             self._connections.clear()
