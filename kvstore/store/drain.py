@@ -73,9 +73,7 @@ class Drain:
         return self._walk is not None
 
     def tick(self) -> None:
-        """Look at some blocks."""
-        if not self.active:
-            return
+        """Look at some blocks, while it is active."""
         if not self._engines and not self._alone:
             self._alone, self._walk = True, self.look()
         looked = 0

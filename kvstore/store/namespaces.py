@@ -63,11 +63,9 @@ class Namespaces(dict[str, Namespace]):
 
     def use(self, config: Config) -> None:
         """Run with other settings: what waits for lower tiers, and is written to them."""
-        before, now = self._config.nvme, config.nvme
         self._config, self._backlog_ns = config, _backlogs_of(config)
-        budgets = [nvme.write_budget_bytes for nvme in (before, now) if nvme is not None]
-        if len(set(budgets)) > 1:
-            self.budgets[NVME].change(budgets[1])
+        if config.nvme is not None:
+            self.budgets[NVME].change(config.nvme.write_budget_bytes)
         for namespace in self.values():
             for name, queue in namespace.tiering.queues.items():
                 queue.backlog.limit_ns = self._backlog_ns.get(name, queue.backlog.limit_ns)
