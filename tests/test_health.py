@@ -15,6 +15,7 @@ import pytest
 
 from kvstore.config import Config
 from kvstore.store import health
+from kvstore.systemd import Systemd
 from tests.bench.store import free_port
 from tests.harness import bad_tiers
 from tests.harness.fakes import hashes
@@ -141,7 +142,7 @@ def test_Q15_a_store_that_starts_or_ends_is_alive_and_not_ready(
 ) -> None:
     monkeypatch.setattr(health, "STILL_S", 1.0)
     with LiveStore(port.settings(tmp_path, "Holds")) as store:
-        assert health.Health(dict, None).not_ready() == ["the store is starting"]
+        assert health.Health(dict, Systemd({})).not_ready() == ["the store is starting"]
         eventually(port.ready)
         with engine(store) as live:
             live.put(hashes(1))

@@ -245,12 +245,8 @@ class Namespace:
 
     @property
     def unused(self) -> bool:
-        """Tell whether no engine has it, nothing is in it, and nothing goes on there."""
-        manager = self.manager
-        idle = not (self.sessions or self.coming or manager.clearing or self.tiering.jobs_open)
-        return idle and not (
-            len(manager.index) or len(manager.slots.granted) or len(manager.leases)
-        )
+        """Tell whether it is at rest, and nothing is in it."""
+        return self.at_rest and not (len(self.manager.index) or self.manager.slots.granted)
 
     @property
     def coming(self) -> bool:

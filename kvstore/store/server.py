@@ -162,6 +162,7 @@ class Server:
         self._peers = self._make_peers(config.peer, config.engine)
         self._plugins = [Plugin(tier) for tier in config.tiers]
         self._bucket = self._make_bucket(config.bucket)
+        systemd = systemd or Systemd({})
         self.health = Health(self._tier_states, systemd, lambda: self.store.sessions.refuses)
         self._seldom_ns = 0
         self._disk_ns = self._peers_ns = 0  # when they are polled again though nothing has come
@@ -518,8 +519,6 @@ class Server:
                 connection.refused = True  # an idle scheduler half reads nothing, but sees an end
 
     def _flush(self) -> None:
-        if not self._unsent:
-            return
         reads = selectors.EVENT_READ
         for connection in list(self._unsent.values()):
             if connection.outbox:
