@@ -144,8 +144,8 @@ def _show(outcomes: Sequence[Replayed]) -> None:
     from kvstore.printing import output, table
 
     tiers = [f"{tier.name}>" for tier in outcomes[0].tiers]
-    ratios = "all>", "tokens>", "best possible>", "written to disk>"
-    shown = table("policy", "memory>", "of unique>", *tiers, *ratios, "")
+    ratios = "all>", "tokens>", "best>", "written>"
+    shown = table("policy", "memory>", "share>", *tiers, *ratios, "")
     for each in outcomes:
         found = [tier.block_hit_ratio for tier in each.tiers]
         found += [each.block_hit_ratio, each.token_hit_ratio, each.min_block_hit_ratio]
