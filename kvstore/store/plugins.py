@@ -132,22 +132,26 @@ class Plugin:
         return True
 
 
-def refuse_tier(config: TierConfig) -> None:
-    """Make a `[[tier]]` for a model that is none, and close it.
-
-    Raises ConfigError for a class that is no tier's, and for options that it does not take.
-    """
-    names = ", ".join(sorted(config.options)) or "none"
+def _refuse(make: Callable[[], object], told: str) -> None:
+    """Raise ConfigError, which begins as told, for whatever a plug-in's constructor raises."""
     try:
-        Plugin(config).make(TRIAL_NAMESPACE, TRIAL_BYTES, _TrialMemory()).close()
+        make()
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as exc:
         said = " ".join(f"{type(exc).__name__}: {exc}".split())
-        raise ConfigError(
-            f"tier {config.name}: expected options that {config.class_name} takes, found {names}:"
-            f" {said}"
-        ) from exc
+        raise ConfigError(f"{told} {said}") from exc
+
+
+def refuse_tier(config: TierConfig) -> None:
+    """Make a `[[tier]]` for a model that is none, and close it. Raises ConfigError."""
+    names = ", ".join(sorted(config.options)) or "none"
+    expected = f"tier {config.name}: expected options that {config.class_name} takes"
+    plugin, memory = Plugin(config), _TrialMemory()
+    _refuse(
+        lambda: plugin.make(TRIAL_NAMESPACE, TRIAL_BYTES, memory).close(),
+        f"{expected}, found {names}:",
+    )
 
 
 def find_policy(name: str) -> str | MakePolicy:
@@ -161,16 +165,9 @@ def find_policy(name: str) -> str | MakePolicy:
 def refuse_policy(name: str) -> None:
     """Make a policy once. Raises ConfigError for one that cannot be made."""
     found = find_policy(name)
-    if isinstance(found, str):
-        return
-    try:
-        found(lambda: 1)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as exc:
-        said = " ".join(f"{type(exc).__name__}: {exc}".split())
+    if not isinstance(found, str):
         expected = "expected a class that is made with a function that returns how many blocks fit"
-        raise ConfigError(f"policy {name}: {expected}, found {said}") from exc
+        _refuse(partial(found, lambda: 1), f"policy {name}: {expected}, found")
 
 
 class _End(NamedTuple):
