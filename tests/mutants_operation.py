@@ -41,6 +41,12 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "            raise",
         ),
         ("reload -k Q20_a_file", "timeout=READ_S", "timeout=None"),
+        ("reload -k Q20_a_file_system", "future.set_running_or_notify_cancel()", "pass"),
+        (
+            "reload -k Q20_a_reload_for",
+            'future.set_exception(ConfigError(f"nothing',
+            'print((f"nothing',
+        ),
         ("reload -k Q20_a_file", "if not self._free.acquire(blocking=False):"),
     ),
     "kvstore/store/extents.py": (

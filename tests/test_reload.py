@@ -13,13 +13,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
 
 from kvstore import cli
-from kvstore.config import Config, ConfigFile, TierConfig, of_text, open_settings
+from kvstore.config import Config, ConfigFile, TierConfig, of_text
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import TENANTS_MAX
 from kvstore.settings import settings_of
@@ -299,14 +299,34 @@ def test_Q20_a_reload_without_a_thread_is_refused_and_the_next_one_works(
             assert admin.reload(reloads.address).differing == []
 
 
+def test_Q20_a_reload_for_which_no_descriptor_is_left_is_an_error_and_the_next_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short() -> NoReturn:
+        raise OSError(24, "Too many open files")
+
+    edge, file, told = edge_thread.EdgeThread(), tmp_path / "kvstore.toml", list[Future[Any]]()
+    file.write_text('[cpu]\ncapacity = "64MiB"\n')
+    for fails in (True, False):
+        with monkeypatch.context() as patched:
+            if fails:
+                patched.setattr("asyncio.events.new_event_loop", short)
+            edge.start(edge.read_settings(file), told.append)
+            eventually(lambda: edge.ended)
+        edge.poll()
+    assert isinstance(told[0].exception(), ConfigError)
+    assert "Too many open files" in str(told[0].exception())
+    assert told[1].result()[1].cpu.capacity_bytes == 64 << 20
+
+
 def test_Q20_a_file_system_that_answers_after_all_is_no_bug(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, bugs, told = threading.Event(), list[object](), list[Future[Any]]()
 
-    def slow(path: str, flags: int) -> int:
+    def slow(_path: str, _flags: int) -> NoReturn:
         answers.wait(WAIT_S)
-        return open_settings(path, flags)
+        raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(threading, "excepthook", bugs.append)
     monkeypatch.setattr(edge_thread, "READ_S", 0.01)

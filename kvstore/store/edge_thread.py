@@ -92,8 +92,10 @@ class EdgeThread:
 
         def run() -> None:
             try:
-                asyncio.run(follow())
+                with asyncio.Runner() as runner:
+                    runner.run(follow())
             except OSError as exc:  # no descriptor is left for its loop
+                work.close()
                 future.set_exception(ConfigError(f"nothing can be read: {exc.strerror}"))
 
         try:
