@@ -34,6 +34,8 @@ def _print(chosen: argparse.Namespace, found: object, view: RenderableType) -> N
     """Print what was found, for programs or for people."""
     if chosen.json:
         print_json(found)
+    elif isinstance(view, str):
+        print(view)
     else:
         output().print(view)
 
@@ -105,13 +107,8 @@ def _persist(chosen: argparse.Namespace) -> None:
 
 def _reload(chosen: argparse.Namespace) -> None:
     found = admin.reload(chosen.store, user=chosen.user)
-    if chosen.json:
-        print_json(found.differing)
-        return
-    for difference in found.differing:
-        print(difference.text)
-    if not found.differing:
-        print("nothing differs from the file")
+    lines = [difference.text for difference in found.differing]
+    _print(chosen, found.differing, "\n".join(lines or ["nothing differs from the file"]))
 
 
 def _quota(chosen: argparse.Namespace) -> None:
@@ -153,11 +150,10 @@ def _warm(chosen: argparse.Namespace) -> None:
             blocks = admin.warm(chosen.store, each, chosen.user)
             asked = len(each.prefix.hashes) // max(1, each.width)
             found.append({"name": each.name, "blocks": blocks, "asked": asked})
-    if chosen.json:
-        print_json(found)
-    else:
-        for row in found:
-            print(f"{row['name']}: {row['blocks']:,} of {row['asked']:,} blocks in memory")
+    lines = (
+        f"{row['name']}: {row['blocks']:,} of {row['asked']:,} blocks in memory" for row in found
+    )
+    _print(chosen, found, "\n".join(lines) or f"{chosen.file} has no pins")
 
 
 def _pins_in(path: Path) -> list[Pinned]:
@@ -211,10 +207,7 @@ def _record(chosen: argparse.Namespace) -> None:
             chosen.store, chosen.file, chosen.seconds, most, chosen.user,
             lambda done: status.update(told(done)),
         )  # fmt: skip
-    if chosen.json:
-        print_json(done)
-    else:
-        print(f"{chosen.file}: {told(done)}")
+    _print(chosen, done, f"{chosen.file}: {told(done)}")
     if done.dropped:
         print(f"{done.dropped:,} lookups came too fast and are missing", file=sys.stderr)
 
@@ -223,13 +216,8 @@ def _advise(chosen: argparse.Namespace) -> None:
     prices = {"cpu": chosen.cpu_price, "nvme": chosen.nvme_price}
     given = {tier: price for tier, price in prices.items() if price is not None}
     found = advise(admin.status(chosen.store, user=chosen.user), given)
-    if chosen.json:
-        print_json(found)
-        return
-    for each in found:
-        print(sentence(each))
-    if not found:
-        print("nothing to say yet: no engine has asked for blocks since the store's start")
+    nothing = "nothing to say yet: no engine has asked for blocks since the store's start"
+    _print(chosen, found, "\n".join(map(sentence, found)) or nothing)
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
