@@ -151,7 +151,7 @@ class Rig:
             manager=self.manager, tiering=self.tiering, around_tiers=nullcontext()
         )
         namespaces = cast("Namespaces", OneNamespace(one=parts))
-        return sum(Drain(namespaces, (), Numbers()).look())
+        return sum(Drain(namespaces, (), Numbers()).look_anew())
 
     def ready(self, chain: Chain) -> int:
         """Count the leading blocks that can be read now."""

@@ -2,8 +2,8 @@
 
 A policy ranks the ends of paths: blocks that can be evicted, since no block hangs below them in
 memory and no request reads them. The store tells it which these are and what requests use, and the
-policy chooses one at a time. Its order is a LeafLRU, too, of the same ends: a policy that raises, or
-chooses another block, is used no more, and memory goes on by least recent use.
+policy chooses one at a time. Its order is a LeafLRU, too, of the same ends: a policy that raises,
+or chooses another block, is used no more, and memory goes on by least recent use.
 """
 
 from __future__ import annotations

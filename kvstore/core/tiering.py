@@ -461,10 +461,14 @@ class Tiering:
                 below.above.discard(work.job.job_id)
             landing.extend(work.below)
 
-    def clear(self) -> None:
-        """Empty every tier; what is under way does not come back when it ends."""
+    def unqueue(self) -> None:
+        """Forget what waits to be copied down."""
         for queue in self.queues.values():
             queue.clear()
+
+    def clear(self) -> None:
+        """Empty every tier; what is under way does not come back when it ends."""
+        self.unqueue()
         for work in (*self._open.values(), *self.coming.values()):
             work.cleared = True
         for tier in self.sources:
@@ -479,14 +483,12 @@ class Tiering:
         self.shared.clear()
         self._under_way.clear()
         self._storing.clear()
-        for queue in self.queues.values():
-            queue.clear()
+        self.unqueue()
         self.queues.clear()
 
     def close(self) -> None:
         """Wait for jobs under way, take their results and close the tiers."""
-        for queue in self.queues.values():
-            queue.clear()
+        self.unqueue()
         for tier in self.sources:
             if self._under_way[tier.name]:
                 tier.drain()

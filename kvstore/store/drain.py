@@ -87,13 +87,10 @@ class Drain:
             log.info("drained: %d blocks written, %d failed", state.written, state.failed)
 
     def look(self) -> Iterator[int]:
-        """Queue what lower tiers lack, part by part, instead of what is queued.
+        """Queue what lower tiers lack, part by part.
 
         What a tier does not know of yet comes last: it holds up what is queued after it.
         """
-        for namespace in self._namespaces.values():
-            for queue in namespace.tiering.queues.values():
-                queue.clear()
         for state in (LookupResult.MISS, LookupResult.RETRY):
             for namespace in list(self._namespaces.values()):
                 self._namespaces.wake(namespace)
@@ -101,6 +98,12 @@ class Drain:
                     with namespace.around_tiers:
                         namespace.tiering.enqueue_lacking(part, state)
                     yield len(part)
+
+    def look_anew(self) -> Iterator[int]:
+        """Queue what lower tiers lack, instead of what is queued; for a store that ends."""
+        for namespace in self._namespaces.values():
+            namespace.tiering.unqueue()
+        yield from self.look()
 
     def stored(self) -> int:
         """Count the blocks that were ever copied down."""

@@ -606,7 +606,7 @@ class Server:
         started = told = kept = time.monotonic()
         self.store.on_tick(time.monotonic_ns())  # what has failed until now is not queued
         before, copied, failed = drain.stored(), 0, False
-        for _ in drain.look():
+        for _ in drain.look_anew():
             self.health.turned(time.monotonic_ns())
         total = namespaces.queued_blocks
         while namespaces.queued_blocks:
@@ -623,7 +623,7 @@ class Server:
             failed |= self._disk is not None and self._disk.fails
             if failed and not namespaces.queued_blocks and self._await_disk():
                 failed, kept = False, time.monotonic()
-                for _ in drain.look():
+                for _ in drain.look_anew():
                     self.health.turned(time.monotonic_ns())
             time.sleep(_BUSY_TICK_S)
         if total:
