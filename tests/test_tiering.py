@@ -145,13 +145,18 @@ class Rig:
             self.manager.complete_store(slot, ok=True)
         self.tiering.cascade(self.manager.take_changes().added)
 
-    def look(self) -> int:
-        """Queue what the tier lacks, as a store does that drains or ends."""
+    @property
+    def walk(self) -> Drain:
+        """What walks through memory in a store that drains or ends."""
         parts = SimpleNamespace(
             manager=self.manager, tiering=self.tiering, around_tiers=nullcontext()
         )
         namespaces = cast("Namespaces", OneNamespace(one=parts))
-        return sum(Drain(namespaces, (), Numbers()).look_anew())
+        return Drain(namespaces, (), Numbers())
+
+    def look(self) -> int:
+        """Queue what the tier lacks, as a store does that ends."""
+        return sum(self.walk.look_anew())
 
     def ready(self, chain: Chain) -> int:
         """Count the leading blocks that can be read now."""
@@ -325,6 +330,14 @@ def test_a_store_that_ends_while_a_tier_loads_copies_what_the_tier_turns_out_to_
     rig.poll()
     rig.drain()
     assert rig.tier.keys == set(rig.keys(chain))
+
+
+def test_Q25_a_drain_that_is_cancelled_has_forgotten_nothing_that_waits() -> None:
+    rig = Rig(slots=40)
+    rig.tier.knows = False
+    rig.store(rig.chain("a", 3))
+    next(rig.walk.look())
+    assert rig.tiering.queued >= 3
 
 
 class HalfLoaded(SlowTier):
