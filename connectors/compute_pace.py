@@ -54,5 +54,5 @@ class ComputePace:
         """Return how long the engine computes a block, in ns; 0: that is not known yet."""
         if self._tokens < _KNOWN_TOKENS:
             return 0
-        _, each_s = self._pace.line
+        _, each_s, _ = self._pace.line
         return min(BLOCK_NS_MAX, int(each_s * block_tokens * 1e9))

@@ -13,6 +13,7 @@ import resource
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,8 +28,7 @@ from kvstore.memory_limits import MARGIN_BYTES, memory_left
 from kvstore.open_files import DISK_PART, MEMORY_PART, WAY_OUT, extents_max, files_max
 from kvstore.owned_files import writable_folder
 from kvstore.store import metrics_endpoint
-from kvstore.store.plugin_policy import refuse_policy
-from kvstore.store.tier_guard import refuse_tier
+from kvstore.store.plugins import refuse_policy, refuse_tier
 from kvstore.units import sized
 from tiers.nvme.directory import SPARE_BYTES, SPARE_PART
 from tiers.nvme.refusals import refuse as refuse_nvme
@@ -72,7 +72,6 @@ def examine(config: Config) -> list[Finding]:
         _peer(config),
         *_bucket(config),
         _huge_pages(),
-        _locked_memory(),
         *(Finding(Level.OK, f"tier {t.name}", f"{t.class_name} loads") for t in config.tiers),
     ]
     return failed + [finding for finding in rest if finding.what not in wrong]
@@ -207,33 +206,24 @@ def _huge_pages() -> Finding:
     return Finding(Level.NOTE, "huge pages", text)
 
 
-def _locked_memory() -> Finding:
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text = "no limit" if limit == resource.RLIM_INFINITY else f"limit {sized(limit)}"
-    return Finding(Level.OK, "locked memory", f"{text}; this version locks none")
-
-
 def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield each check: its name, and a call that raises ConfigError if it fails."""
     server, nvme, peer = config.server, config.nvme, config.peer
-    yield "socket", lambda: refuse_socket(server.socket, server.group)
-    yield "file size", lambda: refuse_file_limit(config)
+    yield "socket", partial(refuse_socket, server.socket, server.group)
+    yield "file size", partial(refuse_file_limit, config)
     if config.cpu.numa is not None:
-        node = config.cpu.numa
-        yield "numa", lambda: numa.check(node)
+        yield "numa", partial(numa.check, config.cpu.numa)
     if nvme is not None:
-        yield "nvme", lambda: refuse_nvme(nvme)
+        yield "nvme", partial(refuse_nvme, nvme)
     if peer is not None:
-        yield "peer", lambda: refuse_peer(peer)
+        yield "peer", partial(refuse_peer, peer)
     if config.bucket is not None:
-        bucket = config.bucket
-        yield "object", lambda: refuse_bucket(bucket)
-    yield "policy", lambda: refuse_policy(config.cpu.policy)
+        yield "object", partial(refuse_bucket, config.bucket)
+    yield "policy", partial(refuse_policy, config.cpu.policy)
     for tier in config.tiers:
-        yield f"tier {tier.name}", lambda tier=tier: refuse_tier(tier)  # type: ignore[misc]
+        yield f"tier {tier.name}", partial(refuse_tier, tier)
     if server.metrics is not None:
-        address = server.metrics
-        yield "metrics", lambda: refuse_metrics(address, peer)
+        yield "metrics", partial(refuse_metrics, server.metrics, peer)
 
 
 def require(config: Config) -> None:

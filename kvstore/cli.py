@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
             name, help=text, description=text[0].upper() + text[1:] + ".", formatter_class=raw,
             epilog="\n  ".join([f"example{'s' * (len(examples) > 1)}:", *examples]),
         )  # fmt: skip
-        made.set_defaults(run=_COMMANDS[name], parser=made)
+        made.set_defaults(run=_COMMANDS.get(name, partial(_ask_store, name)), parser=made)
         return made
 
     serve = add("serve", "run the store of this node", "kvstore serve --config kvstore.toml")
@@ -457,14 +457,9 @@ def _ask_store(name: str, chosen: argparse.Namespace) -> int | None:
     return COMMANDS[name](chosen)
 
 
-_OF_STORES = (
-    *("status", "top", "stats", "clear", "resize", "reload", "drain", "quota", "pin", "unpin"),
-    *("warm", "log-level", "record", "advise"),
-)
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "serve": _serve, "check": _check, "size": _size, "fsck": _fsck, "keygen": _keygen,
     "replay": trace_commands.replay_trace,
-    **{name: partial(_ask_store, name) for name in _OF_STORES},
 }  # fmt: skip
 
 if __name__ == "__main__":

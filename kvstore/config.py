@@ -15,7 +15,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -312,9 +312,11 @@ class TenantConfig(Section, frozen=True):
     nvme_bytes: Annotated[int | None, Setting(size(0))]
     nvme_floor_bytes: Annotated[int, Setting(size(0), 0)]
 
-    def floor_of(self, tier: str) -> int:
-        """Return what the tenant keeps in "cpu" or "nvme"."""
-        return self.cpu_floor_bytes if tier == "cpu" else self.nvme_floor_bytes
+    def limits_of(self, tier: str) -> tuple[int | None, int]:
+        """Return what the tenant may have in "cpu" or "nvme", and keeps."""
+        if tier == "cpu":
+            return self.cpu_bytes, self.cpu_floor_bytes
+        return self.nvme_bytes, self.nvme_floor_bytes
 
 
 N = TypeVar("N", TierConfig, TenantConfig)
@@ -419,30 +421,23 @@ def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
     tenants = _several(TenantConfig, "tenant", table, source)
     if len(tenants) > TENANTS_MAX:
         raise ConfigError(f"{source}: {len(tenants)} [[tenant]], expected up to {TENANTS_MAX}")
-    for tenant in tenants:
-        _refuse_floor(tenant, cpu, nvme, source)
-    for tier, capacity_bytes in (
-        ("cpu", cpu.capacity_bytes),
-        ("nvme", 0 if nvme is None else nvme.capacity_bytes),
-    ):
-        floors = sum(tenant.floor_of(tier) for tenant in tenants)
-        refuse_floors(tier, floors, capacity_bytes, f"{source}: ")
+    _refuse_tenants(tenants, "cpu", cpu.capacity_bytes, source)
+    _refuse_tenants(tenants, "nvme", 0 if nvme is None else nvme.capacity_bytes, source)
     return Config(server, cpu, engine, nvme, tiers, peer, tenants, bucket)
 
 
-def _refuse_floor(
-    tenant: TenantConfig, cpu: CpuConfig, nvme: NvmeConfig | None, source: str
+def _refuse_tenants(
+    tenants: Sequence[TenantConfig], tier: str, capacity_bytes: int, source: str
 ) -> None:
-    """Raise ConfigError for a floor above what there may be."""
-    disk_bytes = 0 if nvme is None else nvme.capacity_bytes
-    for name, floor, quota, most in (
-        ("cpu", tenant.cpu_floor_bytes, tenant.cpu_bytes, cpu.capacity_bytes),
-        ("nvme", tenant.nvme_floor_bytes, tenant.nvme_bytes, disk_bytes),
-    ):
-        limit = most if quota is None else min(quota, most)
+    """Raise ConfigError for floors above what there may be."""
+    for tenant in tenants:
+        quota, floor = tenant.limits_of(tier)
+        limit = capacity_bytes if quota is None else min(quota, capacity_bytes)
         if floor > limit:
-            where = f"{source}: [[tenant]] {tenant.name} {name}_floor"
+            where = f"{source}: [[tenant]] {tenant.name} {tier}_floor"
             raise ConfigError(f"{where}: expected up to {sized(limit)}, found {sized(floor)}")
+    floors = sum(tenant.limits_of(tier)[1] for tenant in tenants)
+    refuse_floors(tier, floors, capacity_bytes, f"{source}: ")
 
 
 def refuse_floors(tier: str, floors_bytes: int, capacity_bytes: int, where: str = "") -> None:
@@ -470,8 +465,3 @@ def _several(kind: type[N], section: str, table: Mapping[str, Any], source: str)
                 f'{source}: [[{section}]] name: expected unique names, found "{name}" twice'
             )
     return found
-
-
-def parse_socket(value: object) -> str:
-    """Turn "unix:///run/kvstore.sock" or a plain absolute path into the path."""
-    return read_socket(value, {})

@@ -200,16 +200,13 @@ def _private(
     for name, tier in (("cpu", config.cpu), ("nvme", config.nvme)):
         if size is None or tier is None:
             continue
-        capacity, extent = sized(tier.capacity_bytes), tier.extent_bytes
-        if size.slot_bytes > extent:
-            text = (
-                f"{name}: a block of {size.block_tokens} tokens is {sized(size.slot_bytes)},"
-                f" expected up to {sized(extent)}, an extent of {capacity}; make that larger"
-            )
-            yield Finding(Level.FAIL, "room", text)
+        try:
+            held = size.held(name, tier.capacity_bytes, tier.extent_bytes)
+        except ConfigError as exc:
+            yield Finding(Level.FAIL, "room", str(exc))
         else:
-            tokens = size.tokens_in(tier.capacity_bytes, extent)
-            yield Finding(Level.OK, "room", f"{name}: {capacity} hold {tokens:,} tokens")
+            text = f"{name}: {sized(tier.capacity_bytes)} hold {held.tokens:,} tokens"
+            yield Finding(Level.OK, "room", text)
 
 
 def _shared(path: str, user: int | None) -> Finding:

@@ -51,10 +51,7 @@ def _own_folder(folder: Path) -> None:
 
 
 def ensure(settings: Mapping[str, Any]) -> str:
-    """Start a private store with these settings unless it runs; return its address.
-
-    Raises ConfigError when no process can be started.
-    """
+    """Start a private store unless it runs; return its address. Raises ConfigError."""
     address: str = settings["server"]["socket"]
     folder = Path(address).parent
     _own_folder(folder)

@@ -362,10 +362,3 @@ class Numbers:
         for name, histogram in self.histograms.items():
             found |= {(name, most): count for most, count in histogram.rows()}
         return found
-
-    def value(self, name: str, *labels: str) -> float:
-        """Read one number back; of a counter of namespaces, without that label, all in sum."""
-        found = self.values()
-        if len(labels) == len(LABELS[name]):
-            return found.get((name, *labels), 0)
-        return sum(v for key, v in found.items() if key[0] == name and key[2:] == labels)

@@ -54,10 +54,7 @@ HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_
 
 
 class Group(msgspec.Struct, frozen=True):
-    """KV groups of one kind. layers: in each. session_blocks: of each, for one hit at its end.
-
-    written_bytes: for one token, at most: states are kept less often than once a block.
-    """
+    """KV groups of one kind. layers: in each."""
 
     kind: str
     count: int
@@ -106,20 +103,29 @@ class ModelSize(msgspec.Struct, frozen=True):
             )
         return msgspec.structs.replace(self, block_tokens=block_tokens, chunk=chunk)
 
-    def tokens_in(self, capacity_bytes: int, extent_bytes: int) -> int:
-        """Return how many tokens a tier holds that is cut into extents, and these into slots."""
-        return self._slots(capacity_bytes, extent_bytes) // self.blocks * self.block_tokens
+    def held(self, tier: str, capacity_bytes: int, extent_bytes: int, tokens: int = 0) -> TierSize:
+        """Say what a tier holds that is cut into extents, and these into slots.
 
-    def sessions_in(self, capacity_bytes: int, extent_bytes: int, tokens: int) -> tuple[int, int]:
-        """Return how many prompts fit: with all their blocks, and with those that a hit needs."""
-        slots, blocks = self._slots(capacity_bytes, extent_bytes), tokens // self.block_tokens
+        tokens: of a prompt. Raises ConfigError for extents that are too small for a block.
+        """
+        if extent_bytes < self.slot_bytes:
+            raise ConfigError(
+                f"{tier}: expected an extent of at least {sized(self.slot_bytes)}, a block of"
+                f" {self.model}, found {sized(extent_bytes)}; a store would refuse the model: make"
+                " the capacity or the extent larger"
+            )
+        slots = capacity_bytes // extent_bytes * (extent_bytes // self.slot_bytes)
+        blocks = tokens // self.block_tokens
         needed = sum(
             group.count * group.session_blocks(blocks, self.block_tokens) for group in self.groups
         )
-        return slots // max(1, self.blocks * blocks), slots // max(1, needed)
-
-    def _slots(self, capacity_bytes: int, extent_bytes: int) -> int:
-        return capacity_bytes // extent_bytes * (extent_bytes // self.slot_bytes)
+        return TierSize(
+            tier,
+            capacity_bytes,
+            slots // self.blocks * self.block_tokens,
+            slots // max(1, self.blocks * blocks),
+            slots // max(1, needed),
+        )
 
     def describe(self) -> str:
         """Say it in one line."""
@@ -154,19 +160,8 @@ class SizeReport(msgspec.Struct, frozen=True):
 def report(size: ModelSize, tiers: Mapping[str, tuple[int, int]], tokens: int) -> SizeReport:
     """Say what tiers hold of a model. tiers: capacity and extent by name; tokens: of a prompt."""
     rows = tuple(
-        TierSize(
-            name, capacity, size.tokens_in(capacity, extent),
-            *size.sessions_in(capacity, extent, tokens),
-        )
-        for name, (capacity, extent) in tiers.items()
-    )  # fmt: skip
-    for name, (_, extent) in tiers.items():
-        if extent < size.slot_bytes:
-            raise ConfigError(
-                f"{name}: expected an extent of at least {sized(size.slot_bytes)}, a block of"
-                f" {size.model}, found {sized(extent)}; a store would refuse the model: make the"
-                " capacity or the extent larger"
-            )
+        size.held(name, capacity, extent, tokens) for name, (capacity, extent) in tiers.items()
+    )
     return SizeReport(
         size.model, size.block_tokens, size.slot_bytes, size.token_bytes, size.groups, tokens, rows
     )

@@ -97,10 +97,7 @@ def prefer(descriptor: int, size: int, node: int) -> None:
 
 
 def nodes_of(address: int, size: int) -> Counter[int]:
-    """Count some pages of a range by node; only those that this process has touched.
-
-    Raises OSError where the system does not tell.
-    """
+    """Count some pages that this process has touched, by their node. Raises OSError."""
     step = -(-size // (SAMPLES * mmap.PAGESIZE)) * mmap.PAGESIZE
     pages = range(address, address + size, step)
     found = (ctypes.c_int * len(pages))()

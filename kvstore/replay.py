@@ -104,7 +104,10 @@ class TierHits(msgspec.Struct, frozen=True):
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """What came of a replay. min_block_hit_ratio: no policy has more at this capacity in all."""
+    """What came of a replay. min_block_hit_ratio: no policy has more at this capacity in all.
+
+    policy: by the name that a command was given.
+    """
 
     requests: int
     lookups: int
@@ -114,18 +117,12 @@ class Replayed(msgspec.Struct, frozen=True):
     min_block_hit_ratio: float
     tiers: list[TierHits]
     written_blocks_per_lookup: float
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """What came of a replay with one policy."""
-
-    policy: str
-    found: Replayed
+    policy: str = ""
 
     @property
     def percent(self) -> float:
         """Return the size of memory, of the trace's unique blocks."""
-        return 100 * self.found.tiers[0].blocks / self.found.unique_blocks
+        return 100 * self.tiers[0].blocks / self.unique_blocks
 
 
 def read_trace(path: Path) -> Trace:
@@ -192,10 +189,7 @@ def blocks_of(text: str, unique: int, block_bytes: int | None) -> int:
 
 
 def budget_of(text: str, trace: Trace, block_bytes: int | None) -> WriteBudget:
-    """Read what may be written to a disk: a part of the lookups, or blocks or bytes of a day.
-
-    Raises ConfigError.
-    """
+    """Read a write budget: a part of the lookups, or blocks or bytes a day. Raises ConfigError."""
     blocks = blocks_of(text, trace.blocks, block_bytes)
     return WriteBudget(blocks, max(1, trace.ns)) if "%" in text else WriteBudget(blocks)
 

@@ -10,12 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvstore.core.errors import ConfigError
-from kvstore.replay import Outcome
+from kvstore.replay import Replayed
 
 _INCHES = (7.0, 4.2)
 
 
-def draw(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
+def draw(path: Path, title: str, outcomes: Sequence[Replayed]) -> None:
     """Draw a line of block hit ratios for each policy, and one of the bound, over sizes of memory.
 
     Raises ConfigError for a file that cannot be written.
@@ -24,8 +24,8 @@ def draw(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
     axes = figure.add_subplot()
     for policy in dict.fromkeys(outcome.policy for outcome in outcomes):
         of_policy = [each for each in outcomes if each.policy == policy]
-        _line(axes, [(o.percent, o.found.block_hit_ratio) for o in of_policy], policy, "o-")
-    best = {o.percent: o.found.min_block_hit_ratio for o in outcomes}
+        _line(axes, [(o.percent, o.block_hit_ratio) for o in of_policy], policy, "o-")
+    best = {o.percent: o.min_block_hit_ratio for o in outcomes}
     _line(axes, list(best.items()), "best possible", "k--")
     axes.set_xscale("log")
     axes.set_xticks(sorted(best), [f"{percent:.3g} %" for percent in sorted(best)])

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from kvstore.arguments import print_json
@@ -24,18 +24,25 @@ from kvstore.store.advise import advise, sentence
 from kvstore.store.drain import DRAIN, DRAIN_CANCEL, DRAIN_NOW
 from kvstore.store.pins import Pinned
 from kvstore.store.record import Written, record
-from kvstore.store.top import watch, words
+from kvstore.store.top import of_tenants, watch, words
 from kvstore.units import one_line, parse_bytes, sized
 
 PINS_FILE_MAX = 64 << 20  # bytes; all that a store pins at most has fewer in hexadecimal digits
 
 
-def _status(chosen: argparse.Namespace) -> None:
-    found = admin.status(chosen.store, user=chosen.user)
+def _print(chosen: argparse.Namespace, found: object, view: RenderableType) -> None:
+    """Print what was found, for programs or for people."""
     if chosen.json:
         print_json(found)
-        return
-    output().print(words(found))
+    elif isinstance(view, str):
+        print(view)
+    else:
+        output().print(view)
+
+
+def _status(chosen: argparse.Namespace) -> None:
+    found = admin.status(chosen.store, user=chosen.user)
+    _print(chosen, found, words(found))
 
 
 def _top(chosen: argparse.Namespace) -> None:
@@ -45,14 +52,11 @@ def _top(chosen: argparse.Namespace) -> None:
 
 def _stats(chosen: argparse.Namespace) -> None:
     found = admin.stats(chosen.store, user=chosen.user)
-    if chosen.json:
-        print_json(found)
-        return
     shown = table("metric", "labels", "value>")
     for stat in found:
         labels = " ".join(f"{name}={label}" for name, label in stat.labels.items())
         shown.add_row(stat.name, labels, f"{stat.value:,.10g}")
-    output().print(shown)
+    _print(chosen, found, shown)
 
 
 def _clear(chosen: argparse.Namespace) -> None:
@@ -103,13 +107,8 @@ def _persist(chosen: argparse.Namespace) -> None:
 
 def _reload(chosen: argparse.Namespace) -> None:
     found = admin.reload(chosen.store, user=chosen.user)
-    if chosen.json:
-        print_json(found.differing)
-        return
-    for difference in found.differing:
-        print(difference.text)
-    if not found.differing:
-        print("nothing differs from the file")
+    lines = [difference.text for difference in found.differing]
+    _print(chosen, found.differing, "\n".join(lines or ["nothing differs from the file"]))
 
 
 def _quota(chosen: argparse.Namespace) -> None:
@@ -123,30 +122,19 @@ def _quota(chosen: argparse.Namespace) -> None:
         keeps = 0 if chosen.floor is None else parse_bytes(chosen.floor)
         found = admin.set_quota(chosen.store, chosen.tenant, chosen.tier, limit, keeps, chosen.user)
         print("after a restart the limits of the configuration file hold again", file=sys.stderr)
-    if chosen.json:
-        print_json(found)
-        return
-    shown = table("tenant", "tier", "used>", "quota>", "floor>")
-    for each in found:
-        quota = "none" if each.quota_bytes is None else sized(each.quota_bytes)
-        used, floor = sized(each.used_bytes), sized(each.floor_bytes)
-        shown.add_row(each.tenant, each.tier, used, quota, floor)
-    output().print(shown)
+    _print(chosen, found, of_tenants(found))
 
 
 def _pin(chosen: argparse.Namespace) -> None:
     for wanted in () if chosen.file is None else _pins_in(chosen.file):
         admin.pin(chosen.store, wanted, chosen.user)
     found = admin.pins(chosen.store, chosen.user)
-    if chosen.json:
-        print_json(found)
-        return
     shown = table("name", "tenant", "model", "namespace", "blocks>", "of>", "size>")
     for each in found:
         blocks, asked = f"{each.blocks:,}", f"{each.asked:,}"
         named = each.name, each.tenant, each.model, one_line(each.namespace[:12], 12)
         shown.add_row(*map(Text, named), blocks, asked, sized(each.bytes))
-    output().print(shown)
+    _print(chosen, found, shown)
 
 
 def _unpin(chosen: argparse.Namespace) -> None:
@@ -162,11 +150,10 @@ def _warm(chosen: argparse.Namespace) -> None:
             blocks = admin.warm(chosen.store, each, chosen.user)
             asked = len(each.prefix.hashes) // max(1, each.width)
             found.append({"name": each.name, "blocks": blocks, "asked": asked})
-    if chosen.json:
-        print_json(found)
-    else:
-        for row in found:
-            print(f"{row['name']}: {row['blocks']:,} of {row['asked']:,} blocks in memory")
+    lines = (
+        f"{row['name']}: {row['blocks']:,} of {row['asked']:,} blocks in memory" for row in found
+    )
+    _print(chosen, found, "\n".join(lines) or f"{chosen.file} has no pins")
 
 
 def _pins_in(path: Path) -> list[Pinned]:
@@ -220,10 +207,7 @@ def _record(chosen: argparse.Namespace) -> None:
             chosen.store, chosen.file, chosen.seconds, most, chosen.user,
             lambda done: status.update(told(done)),
         )  # fmt: skip
-    if chosen.json:
-        print_json(done)
-    else:
-        print(f"{chosen.file}: {told(done)}")
+    _print(chosen, done, f"{chosen.file}: {told(done)}")
     if done.dropped:
         print(f"{done.dropped:,} lookups came too fast and are missing", file=sys.stderr)
 
@@ -232,13 +216,8 @@ def _advise(chosen: argparse.Namespace) -> None:
     prices = {"cpu": chosen.cpu_price, "nvme": chosen.nvme_price}
     given = {tier: price for tier, price in prices.items() if price is not None}
     found = advise(admin.status(chosen.store, user=chosen.user), given)
-    if chosen.json:
-        print_json(found)
-        return
-    for each in found:
-        print(sentence(each))
-    if not found:
-        print("nothing to say yet: no engine has asked for blocks since the store's start")
+    nothing = "nothing to say yet: no engine has asked for blocks since the store's start"
+    _print(chosen, found, "\n".join(map(sentence, found)) or nothing)
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {

@@ -15,7 +15,7 @@ from kvstore.core.errors import ConfigError
 from kvstore.core.policy import MakePolicy
 
 if TYPE_CHECKING:
-    from kvstore.replay import Outcome, Replayed
+    from kvstore.replay import Replayed
 
 BLOCK_TOKENS = 512  # of Mooncake's traces
 BLOCK_TOKENS_MAX = 1 << 20
@@ -79,7 +79,7 @@ def add_replay(add: Add) -> None:
 
 def _policy(name: str) -> str | MakePolicy:
     from kvstore.config import read_policy
-    from kvstore.store.plugin_policy import find_policy
+    from kvstore.store.plugins import find_policy
 
     try:
         return find_policy(read_policy(COMPARED.get(name, name), {}))
@@ -87,7 +87,7 @@ def _policy(name: str) -> str | MakePolicy:
         raise ConfigError(f"--policy: {exc}") from exc
 
 
-def _chart(path: Path) -> Callable[[str, Sequence[Outcome]], None]:
+def _chart(path: Path) -> Callable[[str, Sequence[Replayed]], None]:
     """Return what draws a chart. Raises ConfigError where none can be drawn."""
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"--chart: expected a name that ends with .svg or .png, found {path}")
@@ -102,7 +102,7 @@ def replay_trace(chosen: argparse.Namespace) -> None:
     """Say what a trace would have hit."""
     from kvstore.gc_tuning import collect_young_only
     from kvstore.printing import share
-    from kvstore.replay import Outcome, blocks_of, budget_of, read_trace, replay
+    from kvstore.replay import blocks_of, budget_of, read_trace, replay
     from kvstore.units import parse_bytes
 
     block_bytes = None if chosen.block_bytes is None else parse_bytes(chosen.block_bytes)
@@ -116,7 +116,7 @@ def replay_trace(chosen: argparse.Namespace) -> None:
     sizes = [blocks_of(size, trace.unique, block_bytes) for size in chosen.cpu.split(",")]
     disk = None if chosen.nvme is None else blocks_of(chosen.nvme, trace.unique, block_bytes)
     collect_young_only()  # a full collection walks every block
-    outcomes: list[Outcome] = []
+    outcomes: list[Replayed] = []
     with share() as tell:
         for name, memory in ((name, size) for name in policies for size in sizes):
             done, text = len(outcomes), f"{name}, {memory:,} of {trace.unique:,} blocks"
@@ -130,52 +130,31 @@ def replay_trace(chosen: argparse.Namespace) -> None:
             found = replay(
                 trace, memory, disk, chosen.block_tokens, watch, policies[name], budget
             )  # fmt: skip
-            outcomes.append(Outcome(name, found))
+            outcomes.append(msgspec.structs.replace(found, policy=name))
     if draw is not None:
         draw(chosen.trace.name, outcomes)
-    if len(outcomes) > 1:
-        _show_all(outcomes, as_json=chosen.json)
-    elif chosen.json:
-        print_json(outcomes[0].found)
+    if chosen.json:
+        print_json(outcomes[0] if len(outcomes) == 1 else outcomes)
     else:
-        _show(outcomes[0].found)
+        _show(outcomes)
 
 
-def _show(found: Replayed) -> None:
-    from kvstore.printing import output, table
-
-    shown = table("tier", "blocks>", "of unique>", "hit ratio>")
-    for tier in found.tiers:
-        part = f"{tier.blocks / found.unique_blocks:.1%}"
-        shown.add_row(tier.name, f"{tier.blocks:,}", part, f"{tier.block_hit_ratio:.4f}")
-    output().print(shown)
-    print(
-        f"all tiers: {found.block_hit_ratio:.4f} of {found.lookups:,} blocks,"
-        f" {found.token_hit_ratio:.4f} of tokens\n"
-        f"best possible with as much: {found.min_block_hit_ratio:.4f} of blocks"
-    )
-    if len(found.tiers) > 1:
-        print(f"written to disk: {found.written_blocks_per_lookup:.4f} blocks per block looked up")
-
-
-def _show_all(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+def _show(outcomes: Sequence[Replayed]) -> None:
     """Print a row for each policy and size."""
     from kvstore.printing import output, table
 
-    if as_json:
-        print_json([{"policy": o.policy, **msgspec.to_builtins(o.found)} for o in outcomes])
-        return
-    tiers = [f"{tier.name}>" for tier in outcomes[0].found.tiers]
-    shown = table("policy", "memory>", "of unique>", *tiers, "all>", "best possible>", "")
+    tiers = [f"{tier.name}>" for tier in outcomes[0].tiers]
+    ratios = "all>", "tokens>", "best>", "written>"
+    shown = table("policy", "memory>", "share>", *tiers, *ratios, "")
     for each in outcomes:
-        found = each.found
-        ratios = [tier.block_hit_ratio for tier in found.tiers]
-        ratios += [found.block_hit_ratio, found.min_block_hit_ratio]
+        found = [tier.block_hit_ratio for tier in each.tiers]
+        found += [each.block_hit_ratio, each.token_hit_ratio, each.min_block_hit_ratio]
+        found += [each.written_blocks_per_lookup]
         shown.add_row(
             each.policy,
-            f"{found.tiers[0].blocks:,}",
+            f"{each.tiers[0].blocks:,}",
             f"{each.percent:.1f}%",
-            *(f"{ratio:.4f}" for ratio in ratios),
-            "█" * round(BAR_COLUMNS * found.block_hit_ratio),
+            *(f"{ratio:.4f}" for ratio in found),
+            "█" * round(BAR_COLUMNS * each.block_hit_ratio),
         )
     output().print(shown)

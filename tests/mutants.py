@@ -90,7 +90,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("store store_blocks -k O23", "namespace.manager.give_back(session.granted)"),
         (
             "store store_blocks -k O20_leases_end",
-            "self._lookups.end_lease(session, namespace, lease_id)",
+            "self._lookups.end_lease(session, namespace, lease.lease_id)",
         ),
         ("unnamed", "if namespace.layout.unnamed:\n            namespace.manager.clear()"),
     ),
@@ -469,8 +469,8 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("trial -k with_each_request", "if deadline_ns < NEVER_NS:", "if True:"),
         (
             "tiers -k O20_a_hit_does_not",
-            "return self.blocks - self.blocks_of(PINS)",
-            "return self.blocks",
+            "return sum(self._blocks.values()) - self.blocks_of(PINS)",
+            "return sum(self._blocks.values())",
         ),
         (
             "manager -k O20_a_leased_block",
@@ -494,7 +494,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         ("tiers -k O17", "work.cleared = True"),
     ),
-    "kvstore/store/tier_guard.py": (
+    "kvstore/store/plugins.py": (
         (
             "tier_guard",
             "except BaseException as exc:\n        said",

@@ -157,7 +157,7 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/store/lookups.py": (
         (
             "object_store -k Q70_two",
-            "queue.search(ask.chain, lacking[0], ask.blocks, now_ns)",
+            "queue.sharing.search(rules, ask.chain, lacking[0], ask.blocks, now_ns)",
         ),
     ),
 }

@@ -46,7 +46,7 @@ OPS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/open_files.py": (
         ("open_files -k all_files", "resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))"),
     ),
-    "kvstore/store/tier_guard.py": (
+    "kvstore/store/plugins.py": (
         (
             "tier_guard -k S2_a_tier_that_is_slow",
             "if took_s < CLOSE_LIMIT_S:",

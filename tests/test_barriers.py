@@ -34,7 +34,7 @@ from kvstore.store.namespace import Namespace
 from kvstore.store.sessions import Sessions
 from kvstore.wire import engine as p
 from kvstore.wire import peer as m
-from tests.harness.fakes import blocks, hashes, u32
+from tests.harness.fakes import blocks, hashes, u32, value_of
 from tests.harness.live import Client, LiveEngine, LiveStore, engine, eventually, store_settings
 from tests.harness.peers import inside
 from tests.test_local_limits import broken, surprised
@@ -296,7 +296,7 @@ def store(settings: config.Config) -> Iterator[LiveStore]:
 
 
 def bugs(store: LiveStore) -> float:
-    return store.server.store.numbers.value("kvstore_refused", "internal")
+    return value_of(store.server.store.numbers, "kvstore_refused", "internal")
 
 
 def bugs_of_a_scrape(store: LiveStore) -> float:

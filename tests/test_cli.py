@@ -114,7 +114,7 @@ def test_check_says_what_a_store_would_do(check: Check, tmp_path: Path) -> None:
     tier = "tests.reference.memory_tier:MemoryTier"
     status, out = check(f'[[tier]]\nclass = "{tier}"\nname = "shelf"')
     assert status == 0
-    told = ("capacity 64 MiB", "4 extents of 16 MiB", "huge pages", "locked memory")
+    told = ("capacity 64 MiB", "4 extents of 16 MiB", "huge pages")
     assert not [text for text in (*told, f"{tier} loads") if text not in out]
     assert not (tmp_path / "kv.sock").exists()
 

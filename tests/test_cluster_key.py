@@ -17,7 +17,7 @@ import pytest
 from kvstore.core.errors import ConfigError
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.wire import peer as m
-from tests.harness.fakes import hashes, u32
+from tests.harness.fakes import hashes, u32, value_of
 from tests.harness.live import LiveStore, engine, eventually
 from tests.harness.peers import address, config
 from tests.harness.posts import Post, make_posts, until
@@ -236,4 +236,4 @@ def test_S2_a_host_that_is_no_name_costs_its_request_a_fetch_and_nothing_else(
         eventually(lambda: peers.channel.counts["undialled"] >= 3)  # a thread looks names up
         assert len(peers.requests._waiting) == 0
         assert not peers.channel.lines.all
-        assert store.server.store.numbers.value("kvstore_refused", "internal") == 0
+        assert value_of(store.server.store.numbers, "kvstore_refused", "internal") == 0

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -393,8 +394,8 @@ def test_ranks_that_lack_a_part_are_an_error_that_says_where() -> None:
     ],
 )
 def test_pages_that_cannot_be_are_refused(wrong: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        PageRun(*wrong)
+    with pytest.raises(msgspec.ValidationError, match="Expected `int`"):
+        msgspec.convert(wrong, PageRun)
     with pytest.raises(ValueError, match="expected up to"):
         RankPages("a", b"", ((PageRun(0, 1, PIECES_MAX, 0, 0, 0), PageRun(0, 1, 1, 0, 0, 0)),))
 

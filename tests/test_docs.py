@@ -21,9 +21,10 @@ import pytest
 from connectors import config as extra
 from connectors.kv_hints import hint_of
 from kvstore import cli, config
+from kvstore.core.tier import Tier
 from kvstore.metrics import TABLE
 from kvstore.settings import Section, Setting, settings_of
-from kvstore.store.tier_guard import find_class
+from kvstore.store.plugins import find_class
 from kvstore.wire import engine
 from tests import rooms
 from tests.bench import __main__ as bench
@@ -105,7 +106,7 @@ def test_toml_is_a_configuration(block: str, files: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(files))
     found = config.parse(tomllib.loads("\n".join(line.strip() for line in block.splitlines())))
     for tier in found.tiers:
-        assert callable(find_class(tier.class_name))
+        assert callable(find_class(tier.class_name, "tier", Tier))
 
 
 @pytest.mark.parametrize("block", blocks("sh"))

@@ -30,7 +30,7 @@ from kvstore.store import admin
 from kvstore.units import shown
 from kvstore.wire import engine as p
 from kvstore.wire import framing
-from tests.harness.fakes import geometry
+from tests.harness.fakes import geometry, value_of
 from tests.harness.live import LiveEngine, LiveStore, engine, eventually, store_settings
 
 STRANGER = 65534
@@ -322,7 +322,7 @@ def test_S1_a_store_lets_in_whom_its_settings_name(
     with LiveStore(parse({"server": server, "cpu": {"capacity": "16MiB"}})) as store:
         path.chmod(0o777)  # whatever its mode is: the kernel says who it is
         answers = [asked_by_stranger(str(path)) for _ in range(3)]
-        refused = store.server.store.numbers.value("kvstore_refused", "user")
+        refused = value_of(store.server.store.numbers, "kvstore_refused", "user")
     told = f"uid {STRANGER} may not attach".encode()
     assert [told in answer for answer in answers] == [not allow] * 3
     assert [b"kvstore_capacity_bytes" in answer for answer in answers] == [bool(allow)] * 3

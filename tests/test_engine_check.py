@@ -168,7 +168,7 @@ def test_Q10_a_model_says_what_a_private_store_holds(check: Check, tmp_path: Pat
     assert rows["room"] == [("ok", "cpu: 1 GiB hold 8,192 tokens")]
     status, rows = check(extra(cpu="64MiB", block_tokens=256), "--model", model)
     assert (status, rows["room"][0][0]) == (2, "fail")
-    assert "a block of 256 tokens is 32 MiB, expected up to 16 MiB" in rows["room"][0][1]
+    assert "expected an extent of at least 32 MiB, a block of" in rows["room"][0][1]
     disk = {"path": str(tmp_path / "kv"), "capacity": "256MiB"}
     status, rows = check(extra(cpu="1GiB", nvme=disk, block_tokens=256), "--model", model)
     assert [row[0] for row in rows["room"]] == ["ok", "fail"]

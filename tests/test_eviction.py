@@ -20,9 +20,9 @@ class Counting(LeafLRU):
         self.changes += 1
         super()._link_after(entry, at)
 
-    def remove(self, entry: Node) -> None:
+    def _unlink(self, entry: Node) -> None:
         self.changes += entry.next is not None
-        super().remove(entry)
+        super()._unlink(entry)
 
 
 class Forest:

@@ -17,7 +17,7 @@ from kvstore.store.namespace import Namespace
 from kvstore.store.session import Ask
 from kvstore.wire import engine as p
 from kvstore.wire import peer as m
-from tests.harness.fakes import Engine, Town, from_u32, hashes
+from tests.harness.fakes import Engine, Town, from_u32, hashes, value_of
 from tests.harness.live import LiveEngine, LiveStore, engine, eventually
 from tests.harness.patience import WAIT_S
 from tests.harness.peers import address, config
@@ -79,7 +79,7 @@ class Asker:
     @property
     def counts(self) -> dict[str, float]:
         numbers = self.town.store.numbers
-        found = {outcome: numbers.value("kvstore_hints", outcome) for outcome in OUTCOMES}
+        found = {outcome: value_of(numbers, "kvstore_hints", outcome) for outcome in OUTCOMES}
         return {outcome: count for outcome, count in found.items() if count}
 
 
@@ -230,7 +230,7 @@ def hinted(
 
 def counted(store: LiveStore) -> dict[str, float]:
     numbers = store.server.store.numbers
-    return {outcome: numbers.value("kvstore_hints", outcome) for outcome in OUTCOMES}
+    return {outcome: value_of(numbers, "kvstore_hints", outcome) for outcome in OUTCOMES}
 
 
 def grown(store: LiveStore, before: dict[str, float]) -> dict[str, float]:

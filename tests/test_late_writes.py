@@ -97,7 +97,7 @@ def test_Q65_what_is_held_is_written_when_the_store_ends_and_forgotten_by_a_clea
     rig = FullRig(slots=100)
     rig.fill("a", 1000)
     assert rig.unwritten
-    rig.tiering.enqueue_all()
+    rig.look()
     rig.drain()
     assert not rig.unwritten
     rig.fill("b", 30)

@@ -193,7 +193,6 @@ def test_a_group_without_layers_is_refused() -> None:
         lambda: GroupGeometry(GroupRule(), (LayerGeometry("x", 64), LayerGeometry("x", 64))),
         lambda: RankGeometry("model", 16, (), ()),
         lambda: RankGeometry("model", 16, (1, 1), ranks_of(1)[0].groups),
-        lambda: RankGeometry("model", 16, (0,), ranks_of(1)[0].groups),
     ],
 )
 def test_geometry_that_makes_no_sense_cannot_be_made(wrong: Callable[[], object]) -> None:

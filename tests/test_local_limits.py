@@ -32,7 +32,7 @@ from kvstore.store.store import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.bench.store import StoreProcess
-from tests.harness.fakes import blocks, from_u32, geometry, hashes
+from tests.harness.fakes import blocks, from_u32, geometry, hashes, value_of
 from tests.harness.live import (
     Client,
     LiveEngine,
@@ -306,7 +306,7 @@ def test_S2_a_connection_that_goes_on_in_a_session_that_ends_is_closed(
         assert good.read(good.ask(chain)) == [good.content(block) for block in chain]
         bad.close()
         eventually(lambda: "bad" not in store.server.store.sessions)
-        assert store.server.store.numbers.value("kvstore_refused", "protocol") <= 4
+        assert value_of(store.server.store.numbers, "kvstore_refused", "protocol") <= 4
     assert lines(caplog) < 20
 
 
@@ -323,7 +323,7 @@ def test_S2_wrong_messages_of_many_sessions_are_few_lines(
                 wide = geometry(page_bytes=1 << 30)
                 bad.send(p.Hello(p.VERSION, f"{number}", "worker", 0, 1, geometry=wide))
                 bad.take(p.Refused)
-    assert store.server.store.numbers.value("kvstore_refused", "protocol") == 180
+    assert value_of(store.server.store.numbers, "kvstore_refused", "protocol") == 180
     assert lines(caplog) < 20
 
 
@@ -408,7 +408,7 @@ def test_S2_what_raises_costs_its_session_and_no_other(
         assert "a bug of the store" in bad.scheduler.take(p.Detach).reason
         good.put(chain := hashes(2))
         assert good.read(good.ask(chain)) == [good.content(block) for block in chain]
-        assert store.server.store.numbers.value("kvstore_refused", "internal") == 1
+        assert value_of(store.server.store.numbers, "kvstore_refused", "internal") == 1
         bad.close()
         with engine(store, "bad2"):
             eventually(lambda: "bad" not in store.server.store.sessions)
@@ -443,7 +443,7 @@ def test_S2_what_raises_again_and_again_has_one_traceback(
             good.put(chain := hashes(1, f"{number}"))
             eventually(lambda: good.read(good.ask(chain)))
         bad.close()
-        found = store.server.store.numbers.value("kvstore_refused", "internal")
+        found = value_of(store.server.store.numbers, "kvstore_refused", "internal")
         assert found == (50 if where == "on_message" else 1)
     assert caplog.text.count("Traceback") == 1
     assert lines(caplog) < 10

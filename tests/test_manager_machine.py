@@ -295,9 +295,9 @@ class ManagerMachine(RuleBasedStateMachine):
             policy = policy._rest
         if isinstance(policy, SegmentedLRU):
             self._check_kept(policy)
-            orders += policy._new, policy._kept
+            orders += policy, policy._kept
         elif isinstance(policy, PluginOrder):
-            orders.append(policy._lru)
+            orders.append(policy)
             assert policy._entered <= set(self.manager.index)
         else:
             orders.append(policy)

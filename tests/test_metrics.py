@@ -37,7 +37,7 @@ from kvstore.metrics import (
 from kvstore.store.metrics_endpoint import StoreCollector
 from kvstore.wire import engine as p
 from tests.bench.store import get
-from tests.harness.fakes import SLOT_BYTES, Town, hashes, keys_of
+from tests.harness.fakes import SLOT_BYTES, Town, hashes, keys_of, value_of
 from tests.harness.live import LiveStore, engine, eventually
 from tests.reference.memory_tier import MemoryTier
 
@@ -365,13 +365,13 @@ def test_Q1_namespaces_that_are_gone_keep_no_unbounded_series() -> None:
         numbers.add("kvstore_lookup_tokens", label, by=5)
         numbers.close_namespace(label)
     assert numbers.open_namespace(served[0]) == served[0]
-    assert numbers.value("kvstore_lookup_tokens", served[0]) == 5, "it goes on where it was"
+    assert value_of(numbers, "kvstore_lookup_tokens", served[0]) == 5, "it goes on where it was"
     for n in range(1000):
         label = numbers.open_namespace(f"unnamed{n:05}")
         assert label == f"unnamed{n:05}"
         numbers.close_namespace(label)
     assert len(numbers.counts) == full
-    assert numbers.value("kvstore_lookup_tokens", served[1]) == 0, "it made room"
+    assert value_of(numbers, "kvstore_lookup_tokens", served[1]) == 0, "it made room"
     assert numbers.label_of("unnamed00001") == OTHER
 
 
@@ -387,13 +387,13 @@ def test_Q4_times_of_lookups_promotions_loads_and_turns_are_there_and_counted(
     with LiveStore(read) as store, engine(store, page_bytes=64 << 10) as live:
         numbers = store.server.store.numbers
         names = [f"kvstore_{what}_seconds" for what in ("lookup", "promotion", "load")]
-        assert [numbers.value(name, "+Inf") for name in names] == [0, 0, 0]
-        assert numbers.value("kvstore_turn_seconds", "+Inf") > 0
+        assert [value_of(numbers, name, "+Inf") for name in names] == [0, 0, 0]
+        assert value_of(numbers, "kvstore_turn_seconds", "+Inf") > 0
         live.put(chain := hashes(8))
 
         def moved(way: str) -> float:
             store.server.await_gauges()
-            return numbers.value("kvstore_tier_bytes", "nvme", way)
+            return value_of(numbers, "kvstore_tier_bytes", "nvme", way)
 
         eventually(lambda: moved("store") == 8 * (64 << 10))
         for number in range(300):
@@ -401,13 +401,13 @@ def test_Q4_times_of_lookups_promotions_loads_and_turns_are_there_and_counted(
         live.read(live.ask(chain))
 
         def all_counted() -> bool:
-            return all(numbers.value(name, "+Inf") > 0 for name in names)
+            return all(value_of(numbers, name, "+Inf") > 0 for name in names)
 
         eventually(all_counted)
-        assert 0 < numbers.value("kvstore_promotion_seconds", "sum") < 5
-        assert 0 <= numbers.value("kvstore_lookup_seconds", "sum") < 5
+        assert 0 < value_of(numbers, "kvstore_promotion_seconds", "sum") < 5
+        assert 0 <= value_of(numbers, "kvstore_lookup_seconds", "sum") < 5
         loaded = moved("load")
-        assert loaded == numbers.value("kvstore_tier_blocks", "nvme", "loaded") * (64 << 10) > 0
+        assert loaded == value_of(numbers, "kvstore_tier_blocks", "nvme", "loaded") * (64 << 10) > 0
         assert moved("store") >= loaded
 
 
@@ -451,11 +451,11 @@ def test_Q4_what_is_left_of_the_write_budget_is_shown() -> None:
     town.store.namespaces.budgets["nvme"] = budget
     town.store.refresh_gauges()
     name = "kvstore_write_budget_bytes"
-    assert town.store.numbers.value(name, "nvme", "day") == 24 << 20
-    assert town.store.numbers.value(name, "nvme", "left") == 1 << 20
+    assert value_of(town.store.numbers, name, "nvme", "day") == 24 << 20
+    assert value_of(town.store.numbers, name, "nvme", "left") == 1 << 20
     budget.spend(3 << 20)
     town.store.refresh_gauges()
-    assert town.store.numbers.value(name, "nvme", "left") == -2 << 20
+    assert value_of(town.store.numbers, name, "nvme", "left") == -2 << 20
 
 
 def test_Q5_a_private_store_shows_its_metrics_where_the_engine_has_them(

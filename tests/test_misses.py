@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.core.types import BlockKey, GroupRule, LookupResult
 from kvstore.wire import engine as p
-from tests.harness.fakes import Engine, Town, blocks, hashes, keys_of, settings
+from tests.harness.fakes import Engine, Town, blocks, hashes, keys_of, settings, value_of
 from tests.harness.script import Request, Script
 from tests.reference.memory_tier import MemoryTier
 
@@ -158,9 +158,9 @@ def test_Q3_ages_at_eviction_and_the_gap_to_the_next_lookup_are_measured() -> No
     fill(live, 20)  # 20 blocks that are 150 s old, and were used 50 s ago
 
     def count(name: str, least: str, most: str) -> float:
-        return numbers.value(name, most) - numbers.value(name, least)
+        return value_of(numbers, name, most) - value_of(numbers, name, least)
 
-    gone = numbers.value("kvstore_evicted_age_seconds", "+Inf")
+    gone = value_of(numbers, "kvstore_evicted_age_seconds", "+Inf")
     assert gone == sum(n.manager.evictions["capacity"] for n in town.store.namespaces.values()) > 4
     assert count("kvstore_evicted_age_seconds", "60.0", "300.0") == gone
     assert count("kvstore_evicted_idle_seconds", "10.0", "60.0") == gone
@@ -168,7 +168,7 @@ def test_Q3_ages_at_eviction_and_the_gap_to_the_next_lookup_are_measured() -> No
     live.hit(hashes(20))
     assert count("kvstore_evicted_gap_seconds", "10.0", "60.0") == 1, "a tier has it: no miss"
     live.hit(hashes(20, "never"))
-    assert numbers.value("kvstore_evicted_gap_seconds", "+Inf") == 1
+    assert value_of(numbers, "kvstore_evicted_gap_seconds", "+Inf") == 1
 
 
 # The engine's side: each token of an admitted request is a hit, or missed for one reason

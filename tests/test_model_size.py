@@ -10,7 +10,7 @@ import pytest
 
 from kvstore import cli
 from kvstore.core.errors import ConfigError, NotSupported
-from kvstore.model_size import ModelSize, model_size
+from kvstore.model_size import ModelSize, TierSize, model_size
 from kvstore.units import GIB, KIB, MIB
 from tests.engine.sizes import MODELS
 
@@ -62,19 +62,23 @@ def test_Q11_ranks_share_what_a_token_costs(tmp_path: Path) -> None:
         size_of(tmp_path, LLAMA, ranks=3)
 
 
+def sessions(found: TierSize) -> tuple[int, int]:
+    return found.sessions, found.sessions_needed
+
+
 def test_Q11_a_tier_holds_whole_blocks_in_whole_extents(tmp_path: Path) -> None:
     size = size_of(tmp_path, LLAMA)
     assert size.slot_bytes == 2 * MIB
-    assert size.tokens_in(GIB, GIB // 8) == 8192
-    assert size.tokens_in(GIB, 3 * MIB) == 341 * 16
-    assert size.sessions_in(GIB, GIB // 8, 1000) == (8, 8)  # 62 whole blocks of 512
+    assert size.held("cpu", GIB, GIB // 8, 1000) == TierSize("cpu", GIB, 8192, 8, 8)  # 62 of 512
+    assert size.held("cpu", GIB, 3 * MIB).tokens == 341 * 16
     windows = size_of(tmp_path, GEMMA)
     extent = 64 * windows.slot_bytes
-    assert windows.sessions_in(extent, extent, 64 * 16) == (0, 0)
-    assert windows.sessions_in(28 * extent, extent, 128 * 16) == (2, 1792 // (128 + 6 * 64))
+    assert sessions(windows.held("cpu", extent, extent, 64 * 16)) == (0, 0)
+    found = windows.held("cpu", 28 * extent, extent, 128 * 16)
+    assert sessions(found) == (2, 1792 // (128 + 6 * 64))
     states = size_of(tmp_path, MODELS["gated delta net"])
     extent, prompt = 40 * states.slot_bytes, 10 * states.block_tokens
-    assert states.sessions_in(extent, extent, prompt) == (1, 40 // (10 + 3))
+    assert sessions(states.held("cpu", extent, extent, prompt)) == (1, 40 // (10 + 3))
     larger = size.in_blocks_of(64)
     assert (larger.slot_bytes, larger.token_bytes) == (8 * MIB, size.token_bytes)
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.store import admin
 from kvstore.store import hints as of_hints
-from tests.harness.fakes import hashes
+from tests.harness.fakes import hashes, value_of
 from tests.harness.live import LiveEngine, LiveStore, engine, eventually, store_settings
 from tests.harness.patience import WAIT_S
 from tests.harness.s3 import CREDENTIALS, URL, Proxy, S3Server
@@ -181,7 +181,7 @@ def test_Q70_what_a_hints_source_lacks_is_looked_for_in_the_bucket(
         granted = second.ask(chain, peer=f"127.0.0.1:{port}", hinted=4)
         assert second.load(granted, WAIT_S) == [second.content(block) for block in chain]
         assert granted.sources == {"object": 4}
-        assert b.server.store.numbers.value("kvstore_hints", outcome) == 1
+        assert value_of(b.server.store.numbers, "kvstore_hints", outcome) == 1
 
 
 def test_Q72_a_server_that_freezes_or_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from kvstore.handover.peers import Peers
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.wire import engine as p
 from tests.bench.steal import Watch
-from tests.harness.fakes import hashes
+from tests.harness.fakes import hashes, value_of
 from tests.harness.live import LiveEngine, LiveStore, engine, eventually
 from tests.harness.patience import WAIT_S
 from tests.harness.peers import address, config, exporter_of
@@ -244,8 +244,8 @@ def test_how_long_engine_blocks_were_needed_is_measured(nodes: tuple[Node, Node]
     prefill, _ = nodes
     prefill.hand_over(hashes(2), 60_000)
     name = "kvstore_hand_over_held_seconds"
-    eventually(lambda: prefill.store.server.store.numbers.value(name, "+Inf") == 1)
-    assert prefill.store.server.store.numbers.value(name, "sum") < 5
+    eventually(lambda: value_of(prefill.store.server.store.numbers, name, "+Inf") == 1)
+    assert value_of(prefill.store.server.store.numbers, name, "sum") < 5
 
 
 class Private:

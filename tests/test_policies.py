@@ -19,7 +19,7 @@ from kvstore.core.manager import Manager
 from kvstore.core.policy import MakePolicy, PluginOrder
 from kvstore.core.types import BlockKey, Chain, GroupRule, Slot
 from kvstore.replay_policies import Arc, S3Fifo
-from kvstore.store.plugin_policy import refuse_policy
+from kvstore.store.plugins import refuse_policy
 from kvstore.testing import PolicyContract
 from kvstore.testing.policy_contract import Memory
 from tests.harness.fakes import Town, blocks, hashes, settings
@@ -171,7 +171,7 @@ def test_Q66_a_block_that_others_are_read_below_has_left() -> None:
 
     memory = Memory(make, 8)
     manager, chain = memory.manager, memory.chain(1, 2, 3, 4)
-    memory.store(memory.chain(1, 2))
+    memory.fill(memory.chain(1, 2))
     keys = chain.keys_at(0, range(2, 4))
     slots = manager.prepare_store(2)
     assert manager.begin_promotions(keys, [chain.key(0, 1), keys[0]], slots) == [0, 1]
@@ -192,11 +192,11 @@ def test_Q66_a_block_that_others_hang_below_again_has_left(cleared: bool) -> Non
     memory = Memory(make, 8)
     manager, chain = memory.manager, memory.chain(1, 2)
     if cleared:
-        memory.store(memory.chain(3))
+        memory.fill(memory.chain(3))
         manager.clear()
-    memory.store(chain)
+    memory.fill(chain)
     manager.drop(chain.key(0, 0), "discard")
-    memory.store(memory.chain(1))
+    memory.fill(memory.chain(1))
     lease = manager.prepare_load(chain, 2, 1, NEVER_NS)
     assert lease is not None
     assert [block.key for block in made[0].blocks] == []
@@ -280,7 +280,7 @@ def test_Q66_a_wrong_choice_switches_it_off_and_costs_no_block() -> None:
         memory = Memory(kind, 30)
         memory.manager._policy._failed = lambda _, why, to=failures: to.append(why)  # type: ignore[union-attr]
         for number in range(30):
-            memory.store(memory.chain(number))
+            memory.fill(memory.chain(number))
         assert len(memory.manager.prepare_store(30)) == 30
         assert ["expected a block that has entered" in str(why) for why in failures] == [True]
 
@@ -322,9 +322,9 @@ def test_Q66_a_policy_named_in_the_settings_says_what_goes(tmp_path: Path) -> No
     ("name", "expected"),
     [
         ("nowhere:Policy", "'nowhere:Policy' cannot be loaded: No module named 'nowhere'"),
-        (f"{__name__}:VERBS", f"expected a policy's class, found {__name__}:VERBS, a list"),
-        (f"{__name__}:Path", f"{__name__}:Path is no policy: it has no choose, clear, enter"),
-        (f"{__name__}:Failing", f"{__name__}:Failing is no policy"),
+        (f"{__name__}:VERBS", f"policy: expected a class, found {__name__}:VERBS, a list"),
+        (f"{__name__}:Path", f"policy: {__name__}:Path has no choose, clear, enter"),
+        (f"{__name__}:Failing", f"policy: {__name__}:Failing has no "),
         (f"{__name__}:Picky", "which returns how many blocks fit, found ValueError: picky"),
     ],
 )

@@ -22,7 +22,7 @@ from kvstore.core.layout import PageRun, RankPages, slot_layout
 from kvstore.listener import listen
 from kvstore.wire import engine as p
 from kvstore.wire import framing
-from tests.harness.fakes import geometry, hashes, u32
+from tests.harness.fakes import geometry, hashes, u32, value_of
 from tests.harness.live import Client, LiveStore, client, engine, store_settings
 
 SHAPE = geometry(world=2)
@@ -237,7 +237,7 @@ def test_garbage_closes_its_connection_and_no_other(store: LiveStore, name: str)
         bad.sock.sendall(BAD[name])
         assert not refused(bad).retry
         assert live.read(live.ask(chain)) == [live.content(block) for block in chain]
-    assert store.server.store.numbers.value("kvstore_refused", "malformed") == 1
+    assert value_of(store.server.store.numbers, "kvstore_refused", "malformed") == 1
 
 
 def test_B3_a_wrong_version_is_told_both_numbers(store: LiveStore) -> None:

@@ -10,9 +10,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -22,12 +23,13 @@ from kvstore.config import Config, ConfigFile, TierConfig, of_text
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import TENANTS_MAX
 from kvstore.settings import settings_of
-from kvstore.store import admin
+from kvstore.store import admin, edge_thread
 from kvstore.store.live_settings import LIVE, LiveSettings
 from kvstore.wire import engine as p
 from kvstore.wire.credentials import Process
 from tests.bench.store import StoreProcess
 from tests.harness.live import Client, LiveEngine, LiveStore, engine, eventually, store_settings
+from tests.harness.patience import WAIT_S
 from tests.harness.script import hashes
 
 END_S = 5.0  # that a store may take to end
@@ -295,6 +297,49 @@ def test_Q20_a_reload_without_a_thread_is_refused_and_the_next_one_works(
                     admin.reload(reloads.address)
             refused.clear()
             assert admin.reload(reloads.address).differing == []
+
+
+def test_Q20_a_reload_for_which_no_descriptor_is_left_is_an_error_and_the_next_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short() -> NoReturn:
+        raise OSError(24, "Too many open files")
+
+    edge, file, told = edge_thread.EdgeThread(), tmp_path / "kvstore.toml", list[Future[Any]]()
+    file.write_text('[cpu]\ncapacity = "64MiB"\n')
+    for fails in (True, False):
+        with monkeypatch.context() as patched:
+            if fails:
+                patched.setattr("asyncio.events.new_event_loop", short)
+            edge.start(edge.read_settings(file), told.append)
+            eventually(lambda: edge.ended)
+        edge.poll()
+    assert isinstance(told[0].exception(), ConfigError)
+    assert "Too many open files" in str(told[0].exception())
+    assert told[1].result()[1].cpu.capacity_bytes == 64 << 20
+
+
+def test_Q20_a_file_system_that_answers_after_all_is_no_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, bugs, told = threading.Event(), list[object](), list[Future[Any]]()
+
+    def slow(_path: str, _flags: int) -> NoReturn:
+        answers.wait(WAIT_S)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(threading, "excepthook", bugs.append)
+    monkeypatch.setattr(edge_thread, "READ_S", 0.01)
+    monkeypatch.setattr(edge_thread, "open_settings", slow)
+    edge, file = edge_thread.EdgeThread(), tmp_path / "kvstore.toml"
+    file.write_text('[cpu]\ncapacity = "64MiB"\n')
+    edge.start(edge.read_settings(file), told.append)
+    eventually(lambda: edge.ended)
+    edge.poll()
+    assert "its file system hangs" in str(told[0].exception())
+    answers.set()
+    eventually(lambda: not any("kvstore-" in each.name for each in threading.enumerate()))
+    assert not bugs
 
 
 def test_Q20_many_reloads_at_once_are_read_once_or_twice_and_all_answered(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from connectors.events import EVENTS_PER_STEP, BlockEvent
 from connectors.store_client import DISK, HELD_COST, MEMORY
 from kvstore.config import Config, parse
 from kvstore.core.errors import ProtocolError
-from kvstore.core.index import State
+from kvstore.core.index import Entry, State
 from kvstore.core.types import BlockKey, Slot, make_key
 from kvstore.metrics import Numbers
 from kvstore.store import admin
@@ -298,11 +298,10 @@ def test_O27_a_page_looks_at_a_limited_number_of_blocks(
     town, chain = Town(town_settings(event_tokens="1MiB")), hashes(100)
     town.attach("one")
     (namespace,) = town.store.namespaces.values()
-    parent: BlockKey | None = None
+    above: Entry | None = None
     for number, name in enumerate(chain):
-        entry = namespace.manager.index.enter(made := make_key(name, 0), parent, Slot(number))
-        assert entry is not None
-        entry.state, parent = State.READY, made
+        key = make_key(name, 0)
+        above = namespace.manager.index.hang(key, above, Slot(number), State.READY)
         if described:
             town.store.tokens.add(p.BlockTokens(name, 32, of_block(number)))
     snapshot = of_snapshot.SnapshotPages(namespace, KeyNews(), p.Snapshot(32))

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kvstore.core import limits
+from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import GroupGeometry
 from kvstore.core.types import GroupRule, make_key
 from kvstore.store.session import Phase
@@ -22,6 +23,7 @@ from tests.harness.fakes import (
     pending_town,
     phase,
     u32,
+    value_of,
 )
 from tests.reference.memory_tier import MemoryTier
 
@@ -115,8 +117,6 @@ def test_an_engine_id_can_be_attached_once() -> None:
 @pytest.mark.parametrize(
     ("hello", "told"),
     [
-        (p.Hello(p.VERSION, "e", "scheduler", 0, 0), "world of 0"),
-        (p.Hello(p.VERSION, "e", "scheduler", 0, -1), "world of -1"),
         (p.Hello(p.VERSION, "e", "worker", 1, 1, geometry=geometry()), "rank 1, expected 0..0"),
         (p.Hello(p.VERSION, "e", "worker", -1, 1, geometry=geometry()), "rank -1, expected 0..0"),
         (p.Hello(p.VERSION, "e", "worker", 0, 1), "role 'worker'"),
@@ -132,6 +132,13 @@ def test_a_wrong_first_message_is_refused_and_leaves_no_session(
     town.say(connection, hello)
     assert told in refusals(town, connection)[0].reason
     assert not town.store.sessions
+
+
+@pytest.mark.parametrize("world", [0, -1])
+def test_S2_a_hello_of_an_engine_without_ranks_is_no_message(world: int) -> None:
+    said = framing.encode(p.Hello(p.VERSION, "e", "scheduler", 0, world))
+    with pytest.raises(ProtocolError, match="expected `int` >= 1"):
+        list(framing.Decoder(p.ToStore).feed(said))
 
 
 def test_a_different_world_is_refused_and_the_session_goes_on_joining() -> None:
@@ -310,7 +317,7 @@ def test_wrong_messages_end_only_their_session(name: str) -> None:
     assert bad.detached
     assert not good.detached
     assert blocks(good.hit(chain)) == [0, 1]
-    assert town.store.numbers.value("kvstore_refused", "protocol") == 1
+    assert value_of(town.store.numbers, "kvstore_refused", "protocol") == 1
     bad.leave()
     town.settle(good)
     assert phase(town, bad) is None

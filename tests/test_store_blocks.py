@@ -18,6 +18,7 @@ from tests.harness.fakes import (
     phase,
     settings,
     u32,
+    value_of,
 )
 
 # Storing and looking up
@@ -88,7 +89,7 @@ def test_O18_a_block_is_present_only_when_every_ranks_part_is(ok: bool) -> None:
     assert not engine.added
     engine.report(1, [slot], [key], [b""])
     assert blocks(engine.hit([block])) == ([0] if ok else [])
-    assert town.store.numbers.value("kvstore_stored_blocks", "failed") == int(not ok)
+    assert value_of(town.store.numbers, "kvstore_stored_blocks", "failed") == int(not ok)
 
 
 def test_O18_ranks_that_name_different_keys_for_one_slot_store_nothing() -> None:
@@ -214,7 +215,7 @@ def test_O20_leases_are_capped_in_bytes_and_come_back() -> None:
     engine.step(release=(granted.lease,))
     again = engine.hit(second)
     assert (blocks(again), again.capped) == ([0, 1], False)
-    assert town.store.numbers.value("kvstore_lookups", "capped") == 1
+    assert value_of(town.store.numbers, "kvstore_lookups", "capped") == 1
 
 
 def test_O20_a_lease_runs_out() -> None:
@@ -228,7 +229,7 @@ def test_O20_a_lease_runs_out() -> None:
     assert len(manager.leases) == 1
     town.tick(ms=1)
     assert len(manager.leases) == 0
-    assert town.store.numbers.value("kvstore_lookups", "expired") == 1
+    assert value_of(town.store.numbers, "kvstore_lookups", "expired") == 1
     engine.step(release=(granted.lease,))  # too late, and no harm done
     assert phase(town, engine) is Phase.ACTIVE
 

@@ -84,9 +84,8 @@ BROAD_EXCEPTS = (
     "tiers/nvme/disk.py",  # of the disk
     "kvstore/cli.py",  # of what people type
     "kvstore/store/edge_thread.py",  # of calls that may hang: the error is their caller's
-    "kvstore/store/tier_guard.py",  # of tiers of others
+    "kvstore/store/plugins.py",  # of tiers of others, and of policies before the start
     "kvstore/core/policy.py",  # of policies of others
-    "kvstore/store/plugin_policy.py",  # the same, before the start
 )
 
 

@@ -15,9 +15,9 @@ from kvstore import config
 from kvstore.core.errors import ConfigError, TierError
 from kvstore.core.tier import Telling, Tier
 from kvstore.core.types import BlockKey, JobId, JobKind, LookupResult, Slot, TransferJob
-from kvstore.store import admin, tier_guard
+from kvstore.store import admin, plugins
 from kvstore.store import store as stores
-from kvstore.store.tier_guard import Plugin, _Lent, refuse_tier
+from kvstore.store.plugins import Plugin, _Lent, refuse_tier
 from kvstore.testing import SLOT_BYTES, ArrayMemory, key
 from kvstore.wire import engine as p
 from tests.harness import bad_tiers
@@ -237,7 +237,7 @@ def test_S2_a_tier_that_does_not_close_is_off_when_its_model_comes_again(
     watched: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with slow_to_close(watched, monkeypatch) as seen:
-        monkeypatch.setattr(tier_guard, "CLOSE_LIMIT_S", 0.0)
+        monkeypatch.setattr(plugins, "CLOSE_LIMIT_S", 0.0)
         with engine(seen.store, "again") as live:
             live.put(hashes(1))
         assert seen.off
@@ -368,7 +368,7 @@ def test_S2_a_class_that_raises_anything_as_it_is_imported_or_made_is_refused(
     monkeypatch.setattr(bad_tiers.Bad, "__init__", raises)
     with pytest.raises(ConfigError, match=how):
         refuse_tier(tier)
-    monkeypatch.setattr(tier_guard, "import_module", raises)
+    monkeypatch.setattr(plugins, "import_module", raises)
     with pytest.raises(ConfigError, match="cannot be loaded"):
         refuse_tier(tier)
 

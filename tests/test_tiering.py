@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -25,6 +27,9 @@ from kvstore.core.types import (
     TransferJob,
 )
 from kvstore.core.write_budget import WriteBudget
+from kvstore.metrics import Numbers
+from kvstore.store.drain import Drain
+from kvstore.store.namespaces import Namespaces
 from tests.harness.fakes import generations_of
 
 
@@ -85,6 +90,13 @@ class SlowTier:
         pass
 
 
+class OneNamespace(dict[str, object]):
+    """All namespaces of a store."""
+
+    def wake(self, namespace: object) -> None:
+        assert namespace in self.values()
+
+
 class Rig:
     """Memory with one chain and a slow tier below it."""
 
@@ -132,6 +144,19 @@ class Rig:
             self.manager.begin_store(chain.key(0, index), above, slot)
             self.manager.complete_store(slot, ok=True)
         self.tiering.cascade(self.manager.take_changes().added)
+
+    @property
+    def walk(self) -> Drain:
+        """What walks through memory in a store that drains or ends."""
+        parts = SimpleNamespace(
+            manager=self.manager, tiering=self.tiering, around_tiers=nullcontext()
+        )
+        namespaces = cast("Namespaces", OneNamespace(one=parts))
+        return Drain(namespaces, (), Numbers())
+
+    def look(self) -> int:
+        """Queue what the tier lacks, as a store does that ends."""
+        return sum(self.walk.look_anew())
 
     def ready(self, chain: Chain) -> int:
         """Count the leading blocks that can be read now."""
@@ -277,7 +302,7 @@ def test_a_store_that_ends_queues_what_was_left_out() -> None:
     rig.drain()
     rig.store(chain, 3, 5)
     assert rig.tiering.counts["slow", "over_budget"] == 2
-    rig.tiering.enqueue_all()
+    rig.look()
     rig.drain()
     assert rig.tier.keys == set(rig.keys(chain))
 
@@ -300,11 +325,37 @@ def test_a_store_that_ends_while_a_tier_loads_copies_what_the_tier_turns_out_to_
     chain = rig.chain("a", 3)
     rig.tier.knows = False
     rig.store(chain)
-    rig.tiering.enqueue_all()
+    rig.look()
     rig.tier.knows = True
     rig.poll()
     rig.drain()
     assert rig.tier.keys == set(rig.keys(chain))
+
+
+def test_Q25_a_drain_that_is_cancelled_has_forgotten_nothing_that_waits() -> None:
+    rig = Rig(slots=40)
+    rig.tier.knows = False
+    rig.store(rig.chain("a", 3))
+    next(rig.walk.look())
+    assert rig.tiering.queued >= 3
+
+
+class HalfLoaded(SlowTier):
+    """Does not know yet of some blocks whether it has them."""
+
+    def lookup(self, key: BlockKey) -> LookupResult:
+        return LookupResult.RETRY if key.startswith(b"unknown") else super().lookup(key)
+
+
+def test_Q25_what_a_tier_does_not_know_of_yet_holds_up_nothing_else() -> None:
+    rig = Rig(slots=20)
+    rig.tier = HalfLoaded()
+    rig.tiering = Tiering(rig.manager, [rig.tier], 1)
+    for name in ("unknown", "new"):
+        rig.store(rig.chain(name, 4))
+    assert not rig.tier.jobs
+    assert rig.look() == 16, "twice all blocks"
+    assert {key for job in rig.tier.jobs for key in job.keys} == set(rig.keys(rig.chain("new", 4)))
 
 
 def test_a_long_path_that_was_missed_is_copied_in_parts_each_block_looked_at_once() -> None:

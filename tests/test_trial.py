@@ -70,7 +70,7 @@ def tried(
     slots, found = memory().slots, dict(enumerate(hits))
     trial = Trial(slots)
     places = {id(cache): place for place, cache in enumerate(trial._caches)}
-    monkeypatch.setattr("kvstore.core.trial._use", lambda cache, *_: found[places[id(cache)]])
+    monkeypatch.setattr(Cache, "use", lambda cache, _: (found[places[id(cache)]], 0))
 
     def ask() -> None:
         for _ in range(2_000):

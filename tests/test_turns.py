@@ -30,7 +30,7 @@ from kvstore.store.store import Store
 from kvstore.visits import RESTING_MAX, RESTING_NS, Visits
 from kvstore.wire import engine as p
 from kvstore.wire.framing import Frames
-from tests.harness.fakes import HeapPool, Town, blocks, geometry, hashes
+from tests.harness.fakes import HeapPool, Town, blocks, geometry, hashes, value_of
 from tests.harness.live import Client, LiveStore, engine, eventually, store_settings
 from tests.harness.patience import WAIT_S
 from tests.harness.peers import exporter_of, inside
@@ -104,7 +104,7 @@ def counted(store: LiveStore) -> Iterator[list[Counter[str]]]:
 
 def stored_on_disk(store: LiveStore) -> float:
     store.server.await_gauges()
-    return store.server.store.numbers.value("kvstore_tier_blocks", "nvme", "stored")
+    return value_of(store.server.store.numbers, "kvstore_tier_blocks", "nvme", "stored")
 
 
 def of_lookups(store: LiveStore) -> list[Counter[str]]:
@@ -468,7 +468,7 @@ def test_S4_a_disk_forgets_namespaces_that_left_nothing_there(
     inside(store, lambda: forget_blocks(core))
     eventually(lambda: not disk.spaces)
     store.server.await_gauges()
-    assert core.numbers.value("kvstore_tier_blocks", "nvme", "cleared") == 3
+    assert value_of(core.numbers, "kvstore_tier_blocks", "nvme", "cleared") == 3
     assert stored_on_disk(store) >= 3
 
 

@@ -26,7 +26,10 @@ class _Waiting(NamedTuple):
 
 
 class CopyQueue:
-    """Blocks that a tier is to be given: held back while it is full, then queued."""
+    """Blocks that a tier is to be given: held back while it is full, then queued.
+
+    kept_off, of its methods: blocks that are not copied.
+    """
 
     def __init__(
         self,
@@ -86,10 +89,7 @@ class CopyQueue:
         self._queue.extend(_Waiting(key, True, now_ns) for key in keys)
 
     def take(self, room: int, kept_off: Container[BlockKey]) -> dict[BlockKey, Entry]:
-        """Pin up to so many of the next blocks that the tier lacks, each after those above it.
-
-        kept_off: those that are not copied.
-        """
+        """Pin up to so many next blocks that the tier lacks, each after those above it."""
         pinned: dict[BlockKey, Entry] = {}
         while self._queue and len(pinned) < room:
             self._gather(self._queue.popleft(), pinned, room - len(pinned), kept_off)
@@ -162,15 +162,8 @@ class RunQueue:
         skipped = self.sharing.use(rules, chain, blocks, now_ns)
         self._counts[self.tier.name, "skipped"] += skipped
 
-    def search(self, chain: Chain, first: int, blocks: int, now_ns: int) -> None:
-        """Have the tier find out what it has of a path from its first missing block on."""
-        self.sharing.search(self._manager.rules, chain, first, blocks, now_ns)
-
     def take(self, limit: int, kept_off: AbstractSet[BlockKey], now_ns: int) -> list[Entry]:
-        """Pin the blocks of the next run, up to a limit; none, if there is none now.
-
-        kept_off: blocks that are not copied.
-        """
+        """Pin the blocks of the next run, up to a limit; none, if there is none now."""
 
         def here(keys: Sequence[BlockKey]) -> bool:
             wanted = len(keys) <= limit and kept_off.isdisjoint(keys)

@@ -42,10 +42,7 @@ class Mark(Node):
 
 
 class LeafLRU:
-    """Leaf-first least recently used; all operations O(1) amortised.
-
-    The manager reports every change to it, on one thread.
-    """
+    """Leaf-first least recently used; all operations O(1) amortised."""
 
     def __init__(self) -> None:
         root = Node(BlockKey(b""), None, Slot(-1))
@@ -62,7 +59,7 @@ class LeafLRU:
 
     def heat(self, entry: Node) -> None:
         """Move a block to the hot end, wherever it is."""
-        self.remove(entry)
+        self._unlink(entry)
         self._link_after(entry, self._root.prev)
 
     def cool(self, entry: Node) -> None:
@@ -101,7 +98,7 @@ class LeafLRU:
         """A block was stored or used: move it to the hot end, where it stands for its parent."""
         above = entry.parent
         if above is not None and above.next is not None:
-            self.remove(above)
+            self._unlink(above)
         self.heat(entry)
 
     def covered(self, entry: Node | None) -> None:
@@ -113,10 +110,13 @@ class LeafLRU:
         None: what has left had no parent.
         """
         if entry is not None and entry.next is None and evictable(entry):
-            self._link_after(entry, self._root)
+            self.cool(entry)
 
     def remove(self, entry: Node) -> None:
         """Leave the order, if in it: the block is pinned, or has left memory."""
+        self._unlink(entry)
+
+    def _unlink(self, entry: Node) -> None:
         before, after = entry.prev, entry.next
         if before is not None and after is not None:
             before.next, after.prev = after, before
@@ -149,7 +149,7 @@ class LeafLRU:
         """Return the last noted time before the coldest block was touched; 0: none."""
         while isinstance(coldest := self._root.next, Mark):
             self._age = coldest.epoch
-            self.remove(coldest)
+            self._unlink(coldest)
         return self._age
 
     def clear(self) -> None:
@@ -168,7 +168,7 @@ class LeafLRU:
             coldest = root.next
             if coldest is None or coldest is root:
                 return
-            self.remove(coldest)
+            self._unlink(coldest)
             above: Node | None = coldest
             if not evictable(coldest):
                 skipped += 1

@@ -43,8 +43,6 @@ class Ghosts:
     def __init__(self, memory: memoryview) -> None:
         """memory: a power of two of entries, all 0, written here only."""
         self.entries = len(memory) // ENTRY_BYTES
-        if self.entries < ROW or self.entries & self.entries - 1:
-            raise ValueError(f"{self.entries} entries, expected a power of two")
         end = self.entries * 8
         self._table, rest = memory[:end].cast("Q"), memory[end:].cast("I")
         self._before, self._last = rest[: self.entries], rest[self.entries :]

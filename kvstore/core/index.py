@@ -165,18 +165,6 @@ class Index:
             return _HIT if coming else _MISS
         return _PENDING
 
-    def enter(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> Entry | None:
-        """Add an entry that is being written, and return it.
-
-        None, and nothing changes, if its key is here or its parent is not.
-        """
-        above = None
-        if parent is not None:
-            above = self._tables[hash(parent) >> TABLE_SHIFT].get(parent)
-            if above is None:
-                return None
-        return self.hang(key, above, slot, _WRITING)
-
     def hang(self, key: BlockKey, above: Entry | None, slot: Slot, state: State) -> Entry | None:
         """Add an entry below another one, and return it; None if its key is here."""
         table = self._tables[hash(key) >> TABLE_SHIFT]

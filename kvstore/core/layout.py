@@ -51,6 +51,8 @@ class PageForm(msgspec.Struct, frozen=True):
 
 ByGroup = msgspec.Meta(max_length=limits.GROUPS_MAX)
 Chunk = Annotated[int, msgspec.Meta(ge=1, le=limits.CHUNK_MAX)]
+Place = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # numbers of engine blocks have 32 bits
+Stride = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 PageRuns = Annotated[tuple["PageRun", ...], msgspec.Meta(max_length=PIECES_MAX)]
 
 
@@ -108,8 +110,6 @@ class RankGeometry(msgspec.Struct, frozen=True):
                 f"{len(self.blocks_per_chunk)} values of blocks_per_chunk"
                 f" for {len(self.groups)} groups"
             )
-        if min(self.blocks_per_chunk) < 1 or self.block_tokens < 1:
-            raise ValueError(f"blocks of {self.block_tokens} tokens, {self.blocks_per_chunk}")
         if self.layers > limits.LAYERS_MAX:
             raise ValueError(f"{self.layers} layers, expected up to {limits.LAYERS_MAX}")
 
@@ -169,21 +169,12 @@ class PageRun(msgspec.Struct, frozen=True, array_like=True):
     one is `offset` bytes into the part, the others follow one another there.
     """
 
-    offset: int
-    piece_bytes: int
-    pieces: int
-    base: int
-    block_stride: int
-    piece_stride: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.piece_bytes < 1 << 40 or not 0 < self.pieces <= PIECES_MAX:
-            raise ValueError(f"pieces of {self}, expected 1 to {PIECES_MAX} with some bytes")
-        strides = self.block_stride, self.piece_stride
-        if min(self.offset, self.base, *strides) < 0 or max(strides) >= 1 << 40:
-            raise ValueError(f"offsets and strides of {self}, expected 0 to {(1 << 40) - 1}")
-        if max(self.offset, self.base) >= 1 << 62:  # numbers of engine blocks have 32 bits
-            raise ValueError(f"addresses of {self}, expected 0 to {(1 << 62) - 1}")
+    offset: Place
+    piece_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    pieces: Annotated[int, msgspec.Meta(ge=1, le=PIECES_MAX)]
+    base: Place
+    block_stride: Stride
+    piece_stride: Stride
 
 
 class RankPages(msgspec.Struct, frozen=True, array_like=True):
@@ -213,10 +204,7 @@ class Move(msgspec.Struct, frozen=True):
 
 
 def slot_layout(ranks: Sequence[RankGeometry]) -> SlotLayout:
-    """Compute the layout of the slots that these ranks fill together.
-
-    Raises ConfigError if the ranks do not fit together, naming both values, or are too many.
-    """
+    """Compute the layout of the slots that ranks fill. Raises ConfigError if they do not fit."""
     first = ranks[0]
     layers = sum(rank.layers for rank in ranks)
     if layers > limits.ENGINE_LAYERS_MAX:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -109,14 +109,9 @@ class LeaseBook:
         return len(self._leases)
 
     @property
-    def blocks(self) -> int:
-        """Count the blocks that all leases pin, repeats included."""
-        return sum(self._blocks.values())
-
-    @property
     def by_engines(self) -> int:
-        """Count those of them that an engine leases for a request, up to a deadline."""
-        return self.blocks - self.blocks_of(PINS)
+        """Count the blocks that engines lease for requests, up to a deadline, repeats included."""
+        return sum(self._blocks.values()) - self.blocks_of(PINS)
 
     def blocks_of(self, owner: int) -> int:
         """Count the blocks that an owner's leases pin, repeats included."""
@@ -192,15 +187,9 @@ class LeaseBook:
         lease = self._leases.get(lease_id)
         return lease is not None and lease.owner == owner
 
-    def of_owner(self, owner: int) -> list[LeaseId]:
+    def of_owner(self, owner: int) -> list[Lease]:
         """List an owner's leases."""
-        return [lease.lease_id for lease in self._leases.values() if lease.owner == owner]
-
-    def held_by(self, owner: int) -> Iterator[Entry]:
-        """Go through the blocks of an owner's leases."""
-        for lease in self._leases.values():
-            if lease.owner == owner:
-                yield from lease.entries
+        return [lease for lease in self._leases.values() if lease.owner == owner]
 
     def due(self, now_ns: int) -> list[LeaseId]:
         """Take the leases whose deadline has passed; they still have to be ended."""

@@ -39,7 +39,7 @@ from kvstore.core.lookup import Answer, Below, common_hit
 from kvstore.core.policy import MakePolicy, PluginOrder
 from kvstore.core.segmented import SEGMENTED, SegmentedLRU
 from kvstore.core.slots import Slots
-from kvstore.core.tenants import Rest, Share, TenantOrder
+from kvstore.core.tenants import Share, TenantOrder
 from kvstore.core.types import BlockKey, Chain, Changes, GroupRule, LeaseId, Slot, StoreOutcome
 
 _WRITING, _COMING, _READY, _DROPPED = State  # a member of an enum takes 0.1 us to read
@@ -83,7 +83,7 @@ class Manager:
         self.now_s = 0.0  # the caller's clock
         self.ghosts = Ghosts(memoryview(bytearray(ENTRY_BYTES << 7))) if ghosts is None else ghosts
         self._aged = aged
-        self._policy: Rest | TenantOrder = LeafLRU()
+        self._policy: LeafLRU | TenantOrder = LeafLRU()
         if policy == SEGMENTED:
             self._policy = SegmentedLRU(self.slots, self.ghosts)
         elif not isinstance(policy, str):
@@ -171,7 +171,10 @@ class Manager:
         """Note that a granted slot is being written; lookups of key are pending from now."""
         if slot not in self.slots.granted:
             raise InvariantBroken("a store into a slot that was not granted")
-        entry = self.index.enter(key, parent, slot)
+        above = None if parent is None else self.index.get(parent)
+        entry = None
+        if parent is None or above is not None:
+            entry = self.index.hang(key, above, slot, _WRITING)
         self.slots.granted[slot] = entry or (key, parent)
         if entry is not None:
             self._policy.covered(entry.parent)

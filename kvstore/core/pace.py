@@ -32,13 +32,8 @@ class Pace:
         self._products = self._products * kept + amount * seconds * share
 
     @property
-    def line(self) -> tuple[float, float]:
-        """Return the seconds that any amount takes, and those of each unit; 0 if not known."""
-        start, each, _ = self._line()
-        return start, each
-
-    def _line(self) -> tuple[float, float, float]:
-        """Return the line, and the amount up to which it is believed."""
+    def line(self) -> tuple[float, float, float]:
+        """Return start, seconds of each (0: not known), and up to what amount they are believed."""
         if not self._amounts:
             return 0.0, 0.0, 0.0
         amount, seconds = self._amounts / self.weight, self._seconds / self.weight
@@ -58,5 +53,5 @@ class Pace:
 
         What was measured of little says little of much: all of it may have been the start.
         """
-        start, each, most = self._line()
+        start, each, most = self.line
         return start + min(amount, most) * each

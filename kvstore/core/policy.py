@@ -2,8 +2,8 @@
 
 A policy ranks the ends of paths: blocks that can be evicted, since no block hangs below them in
 memory and no request reads them. The store tells it which these are and what requests use, and the
-policy chooses one at a time. A LeafLRU beside it knows the same ends: a policy that raises, or
-chooses another block, is used no more, and memory goes on by least recent use.
+policy chooses one at a time. Its order is a LeafLRU, too, of the same ends: a policy that raises,
+or chooses another block, is used no more, and memory goes on by least recent use.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ class Policy(Protocol):
 
 
 MakePolicy = Callable[[Callable[[], int]], Policy]
-VERBS = sorted(name for name in vars(Policy) if not name.startswith("_"))
 
 
-class PluginOrder:
+class PluginOrder(LeafLRU):
     """What a LeafLRU is, for a policy of others."""
 
     def __init__(
@@ -53,8 +52,8 @@ class PluginOrder:
         failed: Callable[[str, BaseException], None],
     ) -> None:
         """blocks(): how many fit into memory. failed(call, why): the policy is used no more."""
+        super().__init__()
         self._now_s, self._failed = now_s, failed
-        self._lru = LeafLRU()
         self._entered: set[Node] = set()
         self._policy: Policy | None = None
         try:
@@ -97,18 +96,15 @@ class PluginOrder:
 
     def stored(self, entry: Node, now_s: float) -> None:
         """A block can be read now."""
-        self._lru.stored(entry, now_s)
+        super().stored(entry, now_s)
         self._sync(entry.parent)
         self._sync(entry)
 
     def used(self, entry: Node, now_s: float) -> None:
         """A request used a block, and so all above it."""
-        self._lru.used(entry, now_s)
+        super().used(entry, now_s)
         self._sync(entry)
         self._call("used", entry, now_s)
-
-    def keep(self, entry: Node) -> None:
-        """A request used a block; used() has told, or unpinned() will."""
 
     def unpinned(self, entry: Node) -> None:
         """A request used a block until now."""
@@ -120,34 +116,17 @@ class PluginOrder:
 
     def freed(self, entry: Node | None) -> None:
         """A block lost its last child or pin."""
-        self._lru.freed(entry)
+        super().freed(entry)
         self._sync(entry)
 
     def remove(self, entry: Node) -> None:
         """A block is pinned."""
-        self._lru.remove(entry)
+        super().remove(entry)
         self._leave(entry)
-
-    def give(self, entry: Node) -> None:
-        """Another order has the block from now on."""
-        self.remove(entry)
-
-    def inherit(self, entry: Node) -> None:
-        """A block leaves for another reason than eviction; its parent stays."""
-        self._lru.inherit(entry)
-        self._leave(entry)
-
-    def mark(self, epoch: int) -> None:
-        """Note a time, after those that were noted before."""
-        self._lru.mark(epoch)
-
-    def age(self) -> int:
-        """Return the last noted time before the block that was used longest ago was; 0: none."""
-        return self._lru.age()
 
     def clear(self) -> None:
         """Forget all blocks at once."""
-        self._lru.clear()
+        super().clear()
         self._entered.clear()
         self._call("clear")
 
@@ -166,8 +145,8 @@ class PluginOrder:
             if not evictable(chosen):  # it is being copied; freed() will tell
                 skipped += 1
                 continue
-            self._lru.remove(chosen)
+            self._unlink(chosen)
             yield chosen
             self.freed(chosen.parent)
         if self._policy is None:
-            yield from self._lru.victims(wanted=wanted)
+            yield from super().victims(wanted=wanted)

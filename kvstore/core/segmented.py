@@ -57,13 +57,14 @@ _FULL = 0.95  # of these, or of all slots: before, what comes back displaces not
 _READY = State.READY
 
 
-class SegmentedLRU:
-    """What a LeafLRU is, for blocks in memory; all operations O(1) amortised."""
+class SegmentedLRU(LeafLRU):
+    """The order of new blocks, and beside it that of kept ones; all operations O(1) amortised."""
 
     def __init__(self, slots: Slots, ghosts: Ghosts) -> None:
         """slots: where the blocks are. ghosts: which blocks have left, and when."""
+        super().__init__()
         self._slots, self._ghosts = slots, ghosts
-        self._new, self._kept = LeafLRU(), LeafLRU()
+        self._kept = LeafLRU()
         self.kept = 0  # blocks
         self._share = KEPT_SHARE
 
@@ -81,11 +82,11 @@ class SegmentedLRU:
             self._use(entry)
             return
         if above is not None and above.next is not None and not above.kept:
-            self._new.remove(above)
+            self.remove(above)
         if barely[entry.slot]:
-            self._new.cool(entry)
+            self.cool(entry)
         else:
-            self._new.heat(entry)
+            self.heat(entry)
 
     def _learn(self, left: Left) -> None:
         """A block came back: with more room for its like it would have been here."""
@@ -116,7 +117,7 @@ class SegmentedLRU:
         slots = self._slots
         slots.barely[entry.slot] = 0
         by_kept = entry.kept or (slots.by_recency and self.kept)
-        coldest = (self._kept if by_kept else self._new).coldest
+        coldest = (self._kept if by_kept else self).coldest
         full = len(slots.free) <= (1 - _FULL) * slots.capacity
         if not full or coldest is None or isinstance(coldest, Mark):
             return
@@ -154,7 +155,7 @@ class SegmentedLRU:
             at.kept = 1 + below
             self._slots.was_used[at.slot] = 1
             self.kept += 1
-            self._new.remove(at)
+            self.remove(at)
             at, below = at.parent, 1
         if at is not None and at.kept and below:
             at.kept += 1
@@ -164,10 +165,7 @@ class SegmentedLRU:
 
     def unpinned(self, entry: Node) -> None:
         """Its last pin is gone, which says nothing of its use."""
-        (self._kept if entry.kept else self._new).heat(entry)
-
-    def covered(self, entry: Node | None) -> None:
-        """A block has a child from now on; it is found so when its turn comes."""
+        (self._kept if entry.kept else self).heat(entry)
 
     def freed(self, entry: Node | None) -> None:
         """A block lost its last child or pin: it re-enters at the cold end if it left the order."""
@@ -176,15 +174,11 @@ class SegmentedLRU:
         if entry.kept:
             self._end(entry)
         elif evictable(entry):
-            self._new.cool(entry)
-
-    def remove(self, entry: Node) -> None:
-        """Leave the order, if in one: the block is pinned."""
-        self._new.remove(entry)
+            self.cool(entry)
 
     def give(self, entry: Node) -> None:
         """Another order has the block from now on."""
-        self._new.remove(entry)
+        self.remove(entry)
         if entry.kept:
             self._unkeep(entry)
 
@@ -193,19 +187,11 @@ class SegmentedLRU:
         if entry.kept:
             self.give(entry)
         else:
-            self._new.inherit(entry)
-
-    def mark(self, epoch: int) -> None:
-        """Note a time, after those that were noted before."""
-        self._new.mark(epoch)
-
-    def age(self) -> int:
-        """Return the last noted time before the coldest new block was stored; 0: none."""
-        return self._new.age()
+            super().inherit(entry)
 
     def clear(self) -> None:
         """Forget all blocks at once."""
-        self._new.clear()
+        super().clear()
         self._kept.clear()
         self.kept = 0
 
@@ -248,7 +234,7 @@ class SegmentedLRU:
         """
         skipped = 0
         while skipped < SKIPS_MAX:
-            coldest = self._new.coldest
+            coldest = self.coldest
             if self._kept_goes(coldest) and (entry := self._pop()) is not None:
                 if evictable(entry):
                     yield entry
@@ -258,11 +244,11 @@ class SegmentedLRU:
                 continue
             if coldest is None:
                 break
-            self._new.remove(coldest)
+            self.remove(coldest)
             above: Node | None = coldest
             if not evictable(coldest):
                 skipped += 1
-                self._new.passed(coldest)
+                self.passed(coldest)
             while above is not None and above.next is None and evictable(above) and not above.kept:
                 yield above
                 above = above.parent

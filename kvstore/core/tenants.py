@@ -21,7 +21,6 @@ import msgspec
 
 from kvstore.core.eviction import LeafLRU
 from kvstore.core.index import TABLE_SHIFT, TABLES, Node, State
-from kvstore.core.policy import PluginOrder
 from kvstore.core.segmented import SegmentedLRU
 from kvstore.core.types import TAG_BYTES, BlockKey
 
@@ -45,9 +44,6 @@ class Share(msgspec.Struct, eq=False):
         return self.quota_bytes is not None and self.used_bytes > self.quota_bytes
 
 
-Rest = LeafLRU | SegmentedLRU | PluginOrder  # of blocks in memory; on disk the first
-
-
 class _Order(LeafLRU):
     """Blocks of one tenant in one namespace. looked: tables that were looked through."""
 
@@ -65,7 +61,7 @@ class _Order(LeafLRU):
 class TenantOrder:
     """What a LeafLRU is, for blocks of several tenants."""
 
-    def __init__(self, rest: Rest, blocks: int, block_bytes: int) -> None:
+    def __init__(self, rest: LeafLRU, blocks: int, block_bytes: int) -> None:
         """rest: of all there were until now. blocks: how many these are."""
         self._rest = rest
         self._block_bytes = block_bytes
@@ -107,7 +103,7 @@ class TenantOrder:
         """Tell whether all of these have orders."""
         return len(self._orders) >= len(tags) and all(tag in self._orders for tag in tags)
 
-    def _of(self, node: Node) -> Rest:
+    def _of(self, node: Node) -> LeafLRU:
         found = self._orders.get(node.key[-TAG_BYTES:])
         if found is None:
             return self._rest
@@ -155,10 +151,6 @@ class TenantOrder:
     def unpinned(self, entry: Node) -> None:
         """A block's last pin is gone."""
         self._of(entry).unpinned(entry)
-
-    def touch(self, entry: Node) -> None:
-        """A block on disk was stored or used."""
-        self.used(entry, 0)
 
     def _pass(self) -> None:
         self._touched += 1
@@ -233,7 +225,7 @@ class TenantOrder:
                 if not order.share.is_over:
                     return
 
-    def _may_lose(self, order: Rest) -> bool:
+    def _may_lose(self, order: LeafLRU) -> bool:
         if not isinstance(order, _Order):
             return True
         return order.share.used_bytes - self._block_bytes >= order.share.floor_bytes

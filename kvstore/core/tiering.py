@@ -15,7 +15,7 @@ Every job ends in exactly one result, which unpins or releases all its slots.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -58,9 +58,6 @@ class Found(NamedTuple):
     end: int
     tier: Tier
     place: str | None
-
-
-_MAYBE_MISSING = (LookupResult.MISS, LookupResult.RETRY)
 
 
 class _Open(msgspec.Struct, eq=False):
@@ -203,21 +200,11 @@ class Tiering:
             queue.add(added, self._now_ns)
             self._pump(queue)
 
-    def enqueue_all(self) -> None:
-        """Queue whatever memory has and a tier lacks; for a store that ends."""
-        for queue in self.queues.values():
-            queue.clear()
-        for state in _MAYBE_MISSING:  # last those that a tier does not know of yet
-            for part in self._manager.index.parts():
-                self.enqueue_lacking(part, (state,))
-
-    def enqueue_lacking(
-        self, entries: Sequence[Entry], states: Collection[LookupResult] = _MAYBE_MISSING
-    ) -> None:
-        """Queue what memory has of these, where a tier answers one of these states for it."""
+    def enqueue_lacking(self, entries: Sequence[Entry], state: LookupResult) -> None:
+        """Queue what memory has of these, where a tier answers this state for it."""
         ready = [e.key for e in entries if e.state is State.READY and e.key not in self.off_disk]
         for queue in self.queues.values():
-            lacking = [key for key in ready if queue.tier.lookup(key) in states]
+            lacking = [key for key in ready if queue.tier.lookup(key) is state]
             queue.put(lacking, self._now_ns)
             self._pump(queue)
 
@@ -278,11 +265,6 @@ class Tiering:
         """Return the job that brings a block; one of before a clear does not."""
         work = self.coming.get(key)
         return None if work is None or work.cleared else work
-
-    def coming_with(self, key: BlockKey) -> Sequence[BlockKey]:
-        """Name the blocks that come together with one that is on its way up."""
-        work = self.bringing(key)
-        return () if work is None else work.job.keys
 
     def promote(
         self,
@@ -479,10 +461,14 @@ class Tiering:
                 below.above.discard(work.job.job_id)
             landing.extend(work.below)
 
-    def clear(self) -> None:
-        """Empty every tier; what is under way does not come back when it ends."""
+    def unqueue(self) -> None:
+        """Forget what waits to be copied down."""
         for queue in self.queues.values():
             queue.clear()
+
+    def clear(self) -> None:
+        """Empty every tier; what is under way does not come back when it ends."""
+        self.unqueue()
         for work in (*self._open.values(), *self.coming.values()):
             work.cleared = True
         for tier in self.sources:
@@ -497,14 +483,12 @@ class Tiering:
         self.shared.clear()
         self._under_way.clear()
         self._storing.clear()
-        for queue in self.queues.values():
-            queue.clear()
+        self.unqueue()
         self.queues.clear()
 
     def close(self) -> None:
         """Wait for jobs under way, take their results and close the tiers."""
-        for queue in self.queues.values():
-            queue.clear()
+        self.unqueue()
         for tier in self.sources:
             if self._under_way[tier.name]:
                 tier.drain()

@@ -61,6 +61,16 @@ class Cache:
         self.manager = Manager(rules, generations, left, policy=policy, failed=failed)
         self.manager.slots.add([Slot(slot) for slot in range(blocks)])
 
+    def use(self, chain: Chain) -> tuple[int, int]:
+        """Use what is here of a path and store the rest while there is room; count both."""
+        found = self.manager.lookup(chain, chain.blocks).blocks
+        lease = self.manager.prepare_load(chain, found, 0, NEVER_NS) if found else None
+        rest = chain.keys_at(0, range(found, chain.blocks))
+        stored = self.store(rest, chain.key(0, found - 1) if found else None)
+        if lease is not None:
+            self.manager.complete_load(lease.lease_id)
+        return found, stored
+
     def store(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> int:
         """Store blocks of a path as an engine computes them, while there is room; count them."""
         stored = 0
@@ -114,9 +124,12 @@ class Trial:
         keys, slots = keys[:BLOCKS], self._slots
         if not keys:
             return
+        chain, hits = Chain(b"".join(keys), len(keys[0]), 1), list[int]()
         for cache in self._caches:
             cache.manager.slots.hands_over = slots.hands_over
-        hits = [_use(cache, keys, now_s) for cache in self._caches]
+            cache.manager.now_s = now_s
+            hits.append(cache.use(chain)[0])
+            cache.manager.take_changes()
         mine = _WAYS.index((slots.by_recency, slots.keeps_more, slots.keeps_longer))
         for way, more in enumerate(self._more):
             fades = _FADES if _RECENT in (way, mine) else _FADES_SLOWLY
@@ -134,17 +147,3 @@ class Trial:
 
 def _go(slots: Slots, way: tuple[bool, ...]) -> None:
     slots.by_recency, slots.keeps_more, slots.keeps_longer = way
-
-
-def _use(cache: Cache, keys: Sequence[BlockKey], now_s: float) -> int:
-    """Use what is here of a path and store the rest, as far as there is room; count the hits."""
-    manager, chain = cache.manager, Chain(b"".join(keys), len(keys[0]), 1)
-    manager.now_s = now_s
-    found = manager.lookup(chain, chain.blocks).blocks
-    lease = manager.prepare_load(chain, found, 0, NEVER_NS) if found else None
-    names = chain.keys(0, chain.blocks)
-    cache.store(names[found:], names[found - 1] if found else None)
-    if lease is not None:
-        manager.complete_load(lease.lease_id)
-    manager.take_changes()
-    return found

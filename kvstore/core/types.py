@@ -145,10 +145,6 @@ class GroupRule(msgspec.Struct, frozen=True):
     reach: Count = 0
     exact: bool = False
 
-    def __post_init__(self) -> None:
-        if self.trailing is not None and self.trailing < 1:
-            raise ValueError(f"trailing is {self.trailing}, expected None or at least 1")
-
     def first_of(self, blocks: int, *, inside: int) -> int:
         """Return the first block that a hit of this many blocks needs.
 
@@ -186,12 +182,6 @@ class TransferJob(msgspec.Struct, frozen=True):
     keys: tuple[BlockKey, ...]
     slots: tuple[Slot, ...]
     parents: tuple[BlockKey | None, ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.keys) != len(self.slots):
-            raise ValueError(f"{len(self.keys)} keys for {len(self.slots)} slots")
-        if len(self.parents) not in (0, len(self.keys)):
-            raise ValueError(f"{len(self.keys)} keys, {len(self.parents)} parents")
 
     def parent(self, position: int) -> BlockKey | None:
         """Return the key of the block before keys[position]."""

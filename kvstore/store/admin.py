@@ -2,6 +2,7 @@
 
 A store is named by its socket, or as "engine:ID" when it is the private one of that engine.
 It is asked only if it is ours or root's, or runs as one of the users named.
+All calls raise StoreUnreachable, and StoreRefused where the store does not do it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from kvstore.config import ConfigFile, parse_socket
+from kvstore.config import ConfigFile
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.launch import address_of
 from kvstore.metrics import LABELS, MEMORY
+from kvstore.settings import read_socket
 from kvstore.store.drain import DRAIN, DRAIN_STATE, Drained
 from kvstore.store.live_settings import Reloaded
 from kvstore.store.pins import Pinned
@@ -54,12 +56,12 @@ class Stat(msgspec.Struct, frozen=True):
 
 
 def stats(address: str, timeout_s: float = TIMEOUT_S, user: int | None = None) -> list[Stat]:
-    """Read the store's numbers. Raises StoreUnreachable."""
+    """Read the store's numbers."""
     return _stats_of(_ask(address, p.Query("stats"), user, Rows, timeout_s))
 
 
 def status(address: str, timeout_s: float = TIMEOUT_S, user: int | None = None) -> Status:
-    """Describe the store. Raises StoreUnreachable."""
+    """Describe the store."""
     return _ask(address, p.Query("status"), user, Status, timeout_s)
 
 
@@ -69,7 +71,7 @@ def clear(address: str, timeout_s: float = CLEAR_S, user: int | None = None) -> 
 
 
 def log_level(address: str, level: str, user: int | None = None) -> None:
-    """Change the level of the store's log. Raises StoreUnreachable, or StoreRefused."""
+    """Change the level of the store's log."""
     _ask(address, p.Query("log-level", level=level), user, msgspec.Raw)
 
 
@@ -78,8 +80,7 @@ def resize(
 ) -> Iterator[tuple[int, int, int]]:
     """Change a tier's cap; yield its bytes, its cap, and slots that keep it from giving back more.
 
-    It ends once the tier is within its cap. Raises StoreUnreachable, or StoreRefused when there is
-    no such tier or it can't be so small.
+    It ends once the tier is within its cap.
     """
     rows = _stats_of(_ask(address, p.Query("resize", tier, capacity_bytes), user, Rows))
     while True:
@@ -106,10 +107,7 @@ def set_quota(
     floor_bytes: int = 0,
     user: int | None = None,
 ) -> list[TenantStatus]:
-    """Change what a tenant may have in a tier, until the store ends; list all tenants.
-
-    Raises StoreUnreachable, or StoreRefused.
-    """
+    """Change what a tenant may have in a tier, until the store ends; list all tenants."""
     query = p.Query("quota", tier, tenant=tenant, quota_bytes=quota_bytes, floor_bytes=floor_bytes)
     return _ask(address, query, user, list[TenantStatus])
 
@@ -120,22 +118,19 @@ def pins(address: str, user: int | None = None) -> list[Pinned]:
 
 
 def pin(address: str, wanted: Pinned, user: int | None = None) -> list[Pinned]:
-    """Pin a prefix again that a store has listed; list all. Raises ConfigError, StoreRefused."""
+    """Pin a prefix again that a store has listed; list all. Raises ConfigError."""
     query = p.Query("pin", prefix=wanted.prefix, namespace=wanted.namespace)
     return _ask(address, query, user, list[Pinned])
 
 
 def unpin(address: str, name: str, user: int | None = None) -> list[Pinned]:
-    """Let go of the pins of a name; list the others. Raises StoreRefused if there is none."""
+    """Let go of the pins of a name; list the others."""
     query = p.Query("unpin", prefix=p.Prefix(name))
     return _ask(address, query, user, list[Pinned])
 
 
 def warm(address: str, wanted: Pinned, user: int | None = None) -> int:
-    """Bring a prefix from lower tiers into memory, and count its blocks there; no pin is made.
-
-    Raises ConfigError, StoreRefused.
-    """
+    """Bring a prefix from lower tiers into memory; count its blocks there. Raises ConfigError."""
     query = p.Query("warm", prefix=wanted.prefix, namespace=wanted.namespace)
     return _ask(address, query, user, int)
 
@@ -143,7 +138,7 @@ def warm(address: str, wanted: Pinned, user: int | None = None) -> int:
 def record(address: str, number: int, user: int | None = None, *, ends: bool = False) -> Recording:
     """Return what engines have looked up since the last call with this number, the first one aside.
 
-    ends: no other call follows. Raises StoreUnreachable, or StoreRefused during another recording.
+    ends: no other call follows. StoreRefused: another recording goes on.
     """
     query = p.Query("record", recording=number, ends=ends)
     return _ask(address, query, user, Recording)
@@ -179,7 +174,7 @@ def _ask(
 ) -> T:
     engine = address.removeprefix(PRIVATE)
     private = engine != address
-    path = address_of(engine) if private else parse_socket(address)
+    path = address_of(engine) if private else read_socket(address, {})
     shown = address if private else f"unix://{path}"
     deadline_s = time.monotonic() + timeout_s
     try:

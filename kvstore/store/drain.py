@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvstore.metrics import OBJECT
-
-if TYPE_CHECKING:
-    from kvstore.metrics import Numbers
+from kvstore.core.types import LookupResult
+from kvstore.metrics import OBJECT, Numbers
 from kvstore.store.namespaces import Namespaces
 
 log = logging.getLogger(__name__)
@@ -62,7 +59,7 @@ class Drain:
                 "draining: no new engine or peer is taken; %d are attached", len(self._engines)
             )
             self.active, self._alone, self._told = True, not self._engines, False
-            self._before, self._walk = self._counts(), self._look()
+            self._before, self._walk = self._counts(), self.look()
 
     def cancel(self) -> None:
         """Take engines and peers again; what is queued is written nevertheless."""
@@ -76,11 +73,9 @@ class Drain:
         return self._walk is not None
 
     def tick(self) -> None:
-        """Look at some blocks."""
-        if not self.active:
-            return
+        """Look at some blocks, while it is active."""
         if not self._engines and not self._alone:
-            self._alone, self._walk = True, self._look()
+            self._alone, self._walk = True, self.look()
         looked = 0
         while self._walk is not None and looked < _LOOK_MAX:
             count = next(self._walk, None)
@@ -91,13 +86,24 @@ class Drain:
             self._told = True
             log.info("drained: %d blocks written, %d failed", state.written, state.failed)
 
-    def _look(self) -> Iterator[int]:
-        for namespace in list(self._namespaces.values()):
-            self._namespaces.wake(namespace)
-            for part in namespace.manager.index.parts():
-                with namespace.around_tiers:
-                    namespace.tiering.enqueue_lacking(part)
-                yield len(part)
+    def look(self) -> Iterator[int]:
+        """Queue what lower tiers lack, part by part.
+
+        What a tier does not know of yet comes last: it holds up what is queued after it.
+        """
+        for state in (LookupResult.MISS, LookupResult.RETRY):
+            for namespace in list(self._namespaces.values()):
+                self._namespaces.wake(namespace)
+                for part in namespace.manager.index.parts():
+                    with namespace.around_tiers:
+                        namespace.tiering.enqueue_lacking(part, state)
+                    yield len(part)
+
+    def look_anew(self) -> Iterator[int]:
+        """Queue what lower tiers lack, instead of what is queued; for a store that ends."""
+        for namespace in self._namespaces.values():
+            namespace.tiering.unqueue()
+        yield from self.look()
 
     def stored(self) -> int:
         """Count the blocks that were ever copied down."""

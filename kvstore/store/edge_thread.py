@@ -1,4 +1,4 @@
-"""The edge thread: an asyncio loop for what is slow and rare, so that it never holds the store's.
+"""Edge threads: an asyncio loop each, for what is slow and rare, and never holds the store's.
 
 A call of the system that hangs, as on a network file system that has gone, holds a thread of its
 own. Those threads are daemons: the end of the process waits for asyncio's own, and not for these.
@@ -46,6 +46,7 @@ class _Daemons(Executor):
         if not self._free.acquire(blocking=False):
             raise ConfigError(f"{THREADS_MAX} calls of the file system hang: none is added")
         future: Future[R] = Future()
+        future.set_running_or_notify_cancel()  # it ends even where nobody waits any more
 
         def run() -> None:
             try:
@@ -63,65 +64,50 @@ class _Daemons(Executor):
         return future
 
 
-def _start(name: str, work: Callable[..., object], *values: object) -> None:
+def _start(name: str, work: Callable[[], object]) -> None:
     """Start a thread. Raises ConfigError where the system has none left."""
     try:
-        threading.Thread(target=work, args=values, name=name, daemon=True).start()
+        threading.Thread(target=work, name=name, daemon=True).start()
     except RuntimeError as exc:
         raise ConfigError(f"{exc}: raise the limit of tasks (TasksMax, ulimit -u)") from exc
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped; what hangs is left behind."""
-    loop.run_forever()
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
-
-
 class EdgeThread:
-    """Runs coroutines on a thread of its own, and their ends on the thread that calls poll().
-
-    The thread starts with the first of them.
-    """
+    """Runs coroutines on threads, and their ends on the thread that calls poll()."""
 
     def __init__(self) -> None:
         self._daemons = _Daemons()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self.ended: deque[Callable[[], None]] = deque()  # of what poll() tells
 
     def start(self, work: Coroutine[Any, Any, R], done: Callable[[Future[R]], None]) -> None:
         """Begin to run work; done() gets its result in a later poll(); so without a thread."""
-        try:
-            future = asyncio.run_coroutine_threadsafe(work, self._running())
-        except ConfigError as exc:
-            work.close()
-            future = Future()
-            future.set_exception(exc)
+        future: Future[R] = Future()
         future.add_done_callback(lambda ended: self.ended.append(lambda: done(ended)))
 
-    def _running(self) -> asyncio.AbstractEventLoop:
-        """Return the thread's loop, which begins now if it does not run. Raises ConfigError."""
-        if self._loop is None:
-            loop = asyncio.new_event_loop()
+        async def follow() -> None:
             try:
-                _start("kvstore-edge", _run, loop)
-            except ConfigError:
-                loop.close()
-                raise
-            self._loop = loop
-        return self._loop
+                future.set_result(await work)
+            except BaseException as exc:  # noqa: BLE001 - as above; then the end of what hangs
+                future.set_exception(exc)
+
+        def run() -> None:
+            try:
+                with asyncio.Runner() as runner:
+                    runner.run(follow())
+            except OSError as exc:  # no descriptor is left for its loop
+                work.close()
+                future.set_exception(ConfigError(f"nothing can be read: {exc.strerror}"))
+
+        try:
+            _start("kvstore-edge", run)
+        except ConfigError as exc:
+            work.close()
+            future.set_exception(exc)
 
     def poll(self) -> None:
         """Tell of what has ended."""
         while self.ended:
             self.ended.popleft()()
-
-    def close(self) -> None:
-        """End the thread, whatever hangs."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def read_settings(self, path: Path) -> tuple[ConfigFile, Config]:
         """Read a file of settings. Raises ConfigError."""

@@ -13,9 +13,9 @@ from kvstore.core.leases import PINS
 from kvstore.metrics import DEFERRED_STEPS, LABEL_DIGITS, MEMORY, NVME, OBJECT, Numbers
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import Namespaces
+from kvstore.store.plugins import Plugin
 from kvstore.store.session import Phase, Session
 from kvstore.store.status import told
-from kvstore.store.tier_guard import Plugin
 from kvstore.wire.engine import EVENTS, MISSES, VERSION, Step
 from tiers.cpu import CpuMemory
 from tiers.nvme.disk import NvmeDisk
@@ -82,10 +82,9 @@ def gauges(
         found["kvstore_leases", label] = len(manager.leases)
         found["kvstore_jobs_open", label] = namespace.tiering.jobs_open
         arriving = len(namespace.tiering.coming)
-        pinned = manager.leases.blocks_of(PINS)
         for cause, count in (
-            ("lease", manager.leases.blocks - pinned),
-            ("pin", pinned),
+            ("lease", manager.leases.by_engines),
+            ("pin", manager.leases.blocks_of(PINS)),
             ("copy", namespace.tiering.storing),
             ("coming", arriving),
             ("credit", max(0, len(manager.slots.granted) - arriving)),

@@ -26,18 +26,15 @@ class Health:
     def __init__(
         self,
         tiers: Callable[[], Mapping[str, str]],
-        systemd: Systemd | None,
+        systemd: Systemd,
         drains: Callable[[], str] = str,
     ) -> None:
-        """tiers(): the state of each tier below memory, on any thread.
-
-        drains(): why a store that could takes no engine, on any thread.
-        """
+        """tiers(): the state of each tier below memory. drains(): why no engine is taken; or ""."""
         self.refuses = "the store is starting"  # why no engine is taken; "": they are
         self.copied = ""  # as the store ends: how many blocks of how many
         self._tiers, self._drains = tiers, drains
         self._systemd = systemd
-        self._watchdog_ns = systemd.watchdog_ns // 3 if systemd is not None else 0
+        self._watchdog_ns = systemd.watchdog_ns // 3
         self._turn_ns = time.monotonic_ns()
         self._alive_ns = self._status_ns = 0  # when systemd was told last
         self._status = ""
@@ -45,8 +42,6 @@ class Health:
     def turned(self, now_ns: int) -> None:
         """After each turn of the loop."""
         self._turn_ns = now_ns
-        if self._systemd is None:
-            return
         if self._watchdog_ns and now_ns - self._alive_ns >= self._watchdog_ns:
             self._alive_ns = now_ns
             self._systemd.tell("WATCHDOG=1")
@@ -66,8 +61,6 @@ class Health:
 
     def _tell(self, *lines: str) -> None:
         """Tell systemd these lines, and the status in words if it is another one."""
-        if self._systemd is None:
-            return
         said = [self.refuses or self._drains() or "serving"]
         if self.copied:
             said.append(f"copied {self.copied} blocks that only memory had")

@@ -61,10 +61,7 @@ class Hints:
             return False
         if (network := network_of(host)) is None:
             return host.lower() in self._names
-        return any(
-            network.version == allowed.version and network.network_address in allowed
-            for allowed in self._networks
-        )
+        return any(network.network_address in allowed for allowed in self._networks)
 
     def ends(self, ask: Ask, outcome: str) -> None:
         """A hint, if the ask has one, has come to this; a store that was late rests."""

@@ -179,7 +179,8 @@ class Lookups:
             return
         lacking = self._lacking(ask, ask.blocks, direct=False)[ask.namespace.full_first[0]]
         for queue in shared if lacking else ():
-            queue.search(ask.chain, lacking[0], ask.blocks, now_ns)
+            rules = ask.namespace.layout.rules
+            queue.sharing.search(rules, ask.chain, lacking[0], ask.blocks, now_ns)
 
     def _ask_peer(self, peers: Peers, ask: Ask, lookup: p.Lookup, *, direct: bool) -> None:
         """Ask a peer for what no tier of ours has, if there is anything to ask for.
@@ -548,7 +549,8 @@ class Lookups:
         if fetch is None:
             entries = leases.entries_of(lease_id)
             first = next((entry for entry in entries if entry.state is State.COMING), None)
-            keys = () if first is None else namespace.tiering.coming_with(first.key)
+            work = None if first is None else namespace.tiering.bringing(first.key)
+            keys = () if work is None else work.job.keys
         if self._peers is None or (fetch is None and not keys):
             return None
         sign = self._peers.inlet(namespace).progress(fetch, keys, now_ns)

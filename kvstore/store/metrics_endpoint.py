@@ -161,14 +161,9 @@ def _scrape(registry: CollectorRegistry, asked: WSGIEnvironment) -> _Answer:
     return "200 OK", headers, body
 
 
-def _probe(look: Probe, asked: WSGIEnvironment) -> _Answer:
+def _probe(look: Probe, _asked: WSGIEnvironment) -> _Answer:
     reasons = look()
-    status = "503 Service Unavailable" if reasons else "200 OK"
-    wanted = asked.get("QUERY_STRING", ""), asked.get("HTTP_ACCEPT", "")
-    if any("json" in text for text in wanted):
-        body = msgspec.json.encode({"ok": not reasons, "reasons": reasons})
-        return status, {"Content-Type": "application/json"}, body
-    return _in_words(status, *(reasons or ["ok"]))
+    return _in_words("503 Service Unavailable" if reasons else "200 OK", *(reasons or ["ok"]))
 
 
 def _in_words(status: str, *lines: str) -> _Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 from array import array
 from collections import Counter
@@ -24,12 +25,14 @@ from kvstore.core.trial import Trial
 from kvstore.core.types import BlockKey, Slot
 from kvstore.handover.engine_blocks import Engines
 from kvstore.metrics import WAYS, Numbers
-from kvstore.store.plugin_policy import find_policy, on_failure
+from kvstore.store.plugins import find_policy
 from tiers.cpu import CpuExtent
 
 if TYPE_CHECKING:
     from kvstore.store.session import Session
     from kvstore.store.token_ids import TokenIds
+
+log = logging.getLogger(__name__)
 
 GHOSTS_MIN, GHOSTS_MAX = 1 << 12, 1 << 22  # entries: 48 KiB to 48 MiB, taken as they are written
 
@@ -83,7 +86,7 @@ class Namespace:
         in memory leaves next; ours, or a dotted name. tokens: of blocks of all namespaces.
         """
         self.layout = layout
-        self._numbers = numbers
+        self._numbers, self._policy = numbers, policy
         self.generations = Generations()
         evicted = _ghosts(remembered_bytes // layout.slot_bytes)
         self.manager = Manager(
@@ -92,7 +95,7 @@ class Namespace:
             evicted,
             self._aged,
             find_policy(policy),
-            on_failure(policy, partial(numbers.add, "kvstore_policy_bugs")),
+            self._policy_failed,
         )
         self.unstored = _ghosts(0)  # blocks that were offered, and not stored
         self.curve = HitCurve()
@@ -194,7 +197,8 @@ class Namespace:
         live = [mapping for mapping in self.extents.values() if mapping.state == "live"]
         per = max(1, self._per_extent)
         on_credit = Counter(slot // per * per for slot in self.manager.slots.granted)
-        kept = Counter(entry.slot // per * per for entry in self.manager.leases.held_by(PINS))
+        pinned = (e for lease in self.manager.leases.of_owner(PINS) for e in lease.entries)
+        kept = Counter(entry.slot // per * per for entry in pinned)
 
         def cost(mapping: Mapping) -> tuple[int, int]:
             return kept[mapping.first], on_credit[mapping.first]
@@ -204,6 +208,10 @@ class Namespace:
     def _aged(self, idle_s: float, age_s: float, count: int) -> None:
         self._numbers.observe("kvstore_evicted_idle_seconds", idle_s, count)
         self._numbers.observe("kvstore_evicted_age_seconds", age_s, count)
+
+    def _policy_failed(self, verb: str, exc: BaseException) -> None:
+        log.error("policy %s is off: %s failed; lru from now on", self._policy, verb, exc_info=exc)
+        self._numbers.add("kvstore_policy_bugs")
 
     def count(self) -> None:
         """Add what its manager and its tiers have counted since the last call."""
@@ -237,12 +245,8 @@ class Namespace:
 
     @property
     def unused(self) -> bool:
-        """Tell whether no engine has it, nothing is in it, and nothing goes on there."""
-        manager = self.manager
-        idle = not (self.sessions or self.coming or manager.clearing or self.tiering.jobs_open)
-        return idle and not (
-            len(manager.index) or len(manager.slots.granted) or len(manager.leases)
-        )
+        """Tell whether it is at rest, and nothing is in it."""
+        return self.at_rest and not (len(self.manager.index) or self.manager.slots.granted)
 
     @property
     def coming(self) -> bool:

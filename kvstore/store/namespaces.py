@@ -63,11 +63,9 @@ class Namespaces(dict[str, Namespace]):
 
     def use(self, config: Config) -> None:
         """Run with other settings: what waits for lower tiers, and is written to them."""
-        before, now = self._config.nvme, config.nvme
         self._config, self._backlog_ns = config, _backlogs_of(config)
-        budgets = [nvme.write_budget_bytes for nvme in (before, now) if nvme is not None]
-        if len(set(budgets)) > 1:
-            self.budgets[NVME].change(budgets[1])
+        if config.nvme is not None:
+            self.budgets[NVME].change(config.nvme.write_budget_bytes)
         for namespace in self.values():
             for name, queue in namespace.tiering.queues.items():
                 queue.backlog.limit_ns = self._backlog_ns.get(name, queue.backlog.limit_ns)
@@ -95,8 +93,7 @@ class Namespaces(dict[str, Namespace]):
             space = cpu.capacity_bytes + (0 if disk is None else disk.capacity_bytes)
             remembered = max(2 * space, GHOSTS * cpu.capacity_bytes)
             tokens = self._tokens if self._tokens.bytes_max else None
-            how = self._tiering, remembered, cpu.policy, tokens
-            made = Namespace(layout, self._numbers, *how)
+            made = Namespace(layout, self._numbers, self._tiering, remembered, cpu.policy, tokens)
             self[layout.digest] = made
             made.around_tiers = self._around_tiers(made)
         return self[layout.digest]
@@ -181,13 +178,6 @@ class Namespaces(dict[str, Namespace]):
             namespace.end_count()
             del self[namespace.layout.digest]
             log.debug("namespace %s is forgotten", namespace.layout.digest[:12])
-
-    def enqueue_all(self) -> None:
-        """Queue all that only memory has for the lower tiers; for a store that ends."""
-        for namespace in self.values():
-            with namespace.around_tiers:
-                namespace.tiering.enqueue_all()
-                self.wake(namespace)
 
     @property
     def queued_blocks(self) -> int:

@@ -43,9 +43,9 @@ from kvstore.store.edge_thread import EdgeThread
 from kvstore.store.health import Health
 from kvstore.store.live_settings import Reloaded
 from kvstore.store.metrics_endpoint import StoreCollector
+from kvstore.store.plugins import Plugin
 from kvstore.store.status import Status
 from kvstore.store.store import SELDOM_NS, Store
-from kvstore.store.tier_guard import Plugin
 from kvstore.systemd import Systemd
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -175,6 +175,7 @@ class Server:
         self._peers = self._make_peers(config.peer, config.engine)
         self._plugins = [Plugin(tier) for tier in config.tiers]
         self._bucket = self._make_bucket(config.bucket)
+        systemd = systemd or Systemd({})
         self.health = Health(self._tier_states, systemd, lambda: self.store.sessions.refuses)
         self._seldom_ns = 0
         self._disk_ns = self._peers_ns = 0  # when they are polled again though nothing has come
@@ -267,7 +268,6 @@ class Server:
             self._shut_down()
         finally:
             endpoint.close()
-            self._edge.close()
             for connection in self._connections.values():
                 connection.sock.close()
                 if connection.end is not None:
@@ -295,7 +295,7 @@ class Server:
     def _reload(self, *wanted: int | None) -> None:
         """Read the file of settings again, elsewhere; the answer goes to connections, and the log.
 
-        What comes meanwhile is one more reading. Raises ProtocolError where there is no file.
+        What comes meanwhile is one more reading.
         """
         source = self.store.source
         if source is None:
@@ -533,8 +533,6 @@ class Server:
                 connection.refused = True  # an idle scheduler half reads nothing, but sees an end
 
     def _flush(self) -> None:
-        if not self._unsent:
-            return
         reads = selectors.EVENT_READ
         for connection in list(self._unsent.values()):
             if connection.outbox:
@@ -623,7 +621,8 @@ class Server:
         started = told = kept = time.monotonic()
         self.store.on_tick(time.monotonic_ns())  # what has failed until now is not queued
         before, copied, failed = drain.stored(), 0, False
-        namespaces.enqueue_all()
+        for _ in drain.look_anew():
+            self.health.turned(time.monotonic_ns())
         total = namespaces.queued_blocks
         while namespaces.queued_blocks:
             self.store.on_tick(time.monotonic_ns())
@@ -639,7 +638,8 @@ class Server:
             failed |= self._disk is not None and self._disk.fails
             if failed and not namespaces.queued_blocks and self._await_disk():
                 failed, kept = False, time.monotonic()
-                namespaces.enqueue_all()
+                for _ in drain.look_anew():
+                    self.health.turned(time.monotonic_ns())
             time.sleep(_BUSY_TICK_S)
         if total:
             log.info("%d blocks were only in memory: copied %d", total, copied)

@@ -93,8 +93,6 @@ class Sessions(dict[str, Session]):
         """A part of an engine joins its session. Raises ProtocolError for one that cannot."""
         if hello.version != p.VERSION:
             raise ProtocolError(f"protocol {hello.version}, ours is {p.VERSION}")
-        if hello.world < 1:
-            raise ProtocolError(f"world of {hello.world}, expected at least 1")
         if connection in self._by_connection:
             raise ProtocolError("a second Hello")
         self._check_layers(hello)
@@ -288,8 +286,8 @@ class Sessions(dict[str, Session]):
         if self._peers is not None:
             self._peers.end_of(session.number)
         namespace.manager.give_back(session.granted)
-        for lease_id in namespace.manager.leases.of_owner(session.number):
-            self._lookups.end_lease(session, namespace, lease_id)
+        for lease in namespace.manager.leases.of_owner(session.number):
+            self._lookups.end_lease(session, namespace, lease.lease_id)
         if namespace.layout.unnamed:
             namespace.manager.clear()  # nothing can ask for them any more
 

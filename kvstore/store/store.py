@@ -39,12 +39,12 @@ from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import MakeTiers, Namespaces, Send, StoreContext
 from kvstore.store.pins import Pins
+from kvstore.store.plugins import Plugin
 from kvstore.store.recorder import Recorder
 from kvstore.store.session import Phase, Session, Writing
 from kvstore.store.sessions import Sessions
 from kvstore.store.status import EngineStatus, History, Status, engines_of, status_of
 from kvstore.store.tenants import Tenants
-from kvstore.store.tier_guard import Plugin
 from kvstore.store.token_ids import TokenIds
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -261,7 +261,7 @@ class Store:
         if self._clearing and not any(n.manager.clearing for n in self.namespaces.awake):
             waiting, self._clearing = self._clearing, []
             for connection in waiting:
-                self._report(connection)
+                self._report(connection, p.Query("clear"))
         self.sessions.bury_ended(now_ns)
         if seldom:
             self._seldom_ns = now_ns + SELDOM_NS
@@ -480,24 +480,11 @@ class Store:
         if query.what == "reload":
             self.reload(connection)
             return
-        if query.what == "record" or (query.what == "warm" and query.prefix is not None):
-            self._send(connection, p.Report(msgspec.json.encode(self._found(query))), None)
-            return
         if query.what not in QUERIES:
             raise ProtocolError(f"query {query.what!r}, expected one of {', '.join(QUERIES)}")
         try:
             self._change(query)
-        except ConfigError as exc:
-            raise ProtocolError(str(exc)) from None
-        self._report(connection, query.what)
-
-    def _found(self, query: p.Query) -> object:
-        """Return what was recorded, or how many blocks of a prefix are in memory once warm."""
-        try:
-            if query.prefix is None:
-                return self._recorder.take(query.recording, self._now_ns, ends=query.ends)
-            lease_ns = self._engine.lease_ns
-            return self.pins.warm(query.namespace, query.prefix, self._now_ns, lease_ns)
+            self._report(connection, query)
         except ConfigError as exc:
             raise ProtocolError(str(exc)) from None
 
@@ -537,17 +524,23 @@ class Store:
             for session in self.sessions.values():
                 self.sessions.end(session, "drain", REFUSAL, calm=True)
 
-    def _report(self, connection: int, what: str = "stats") -> None:
+    def _report(self, connection: int, query: p.Query) -> None:
+        """Answer a query. Raises ConfigError."""
         answer: object
-        if what in DRAINS:
+        if query.what in DRAINS:
             answer = self.drain.state()
-        elif what == "source":
+        elif query.what == "source":
             answer = self.source
-        elif what == "quota":
+        elif query.what == "quota":
             answer = list(self.tenants.every())
-        elif what in ("pin", "unpin"):
+        elif query.what in ("pin", "unpin"):
             answer = list(self.pins.every())
-        elif what == "status":
+        elif query.what == "warm" and query.prefix is not None:
+            lease_ns = self._engine.lease_ns
+            answer = self.pins.warm(query.namespace, query.prefix, self._now_ns, lease_ns)
+        elif query.what == "record":
+            answer = self._recorder.take(query.recording, self._now_ns, ends=query.ends)
+        elif query.what == "status":
             self.refresh_gauges()
             answer = self.status()
         else:

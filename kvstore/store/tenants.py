@@ -68,9 +68,8 @@ class Tenants:
                 share = shares[self.names[name]]
                 share.quota_bytes, share.floor_bytes = None, 0
         for tenant in tenants:
-            self.limit(tenant.name, MEMORY, tenant.cpu_bytes, tenant.cpu_floor_bytes)
-            if NVME in self.shares:
-                self.limit(tenant.name, NVME, tenant.nvme_bytes, tenant.nvme_floor_bytes)
+            for tier in self.shares:
+                self.limit(tenant.name, tier, *tenant.limits_of(tier))
 
     def _refuse(
         self, capacities: Mapping[str, int], new: Sequence[TenantConfig], *, reset: bool
@@ -88,7 +87,7 @@ class Tenants:
             )
         changed = named.union(self._configured if reset else ())
         for tier, shares in self.shares.items():
-            floors = [tenant.floor_of(tier) for tenant in new]
+            floors = [tenant.limits_of(tier)[1] for tenant in new]
             floors += [shares[tag].floor_bytes for n, tag in self.names.items() if n not in changed]
             refuse_floors(tier, sum(floors), capacities[tier])
 

@@ -9,7 +9,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 
 import msgspec
@@ -20,7 +20,7 @@ from rich.text import Text
 
 from kvstore.metrics import MEMORY, NVME
 from kvstore.store.admin import StoreUnreachable
-from kvstore.store.status import Status, TierStatus, Tokens
+from kvstore.store.status import Status, TenantStatus, TierStatus, Tokens
 from kvstore.units import sized
 
 _BAR = 8  # characters
@@ -90,7 +90,7 @@ def words(status: Status) -> RenderableType:
     every = len(status.models), len(status.engines)
     tables = [*_tables(status, None, None, every)]
     if status.tenants:
-        tables += ["", _tenants(status)]
+        tables += ["", of_tenants(status.tenants)]
     return Group(*map(Text, lines), "", *tables)
 
 
@@ -173,9 +173,10 @@ def _table(width: int | None, *headings: tuple[str, int]) -> Table:
     return made
 
 
-def _tenants(status: Status) -> Table:
+def of_tenants(tenants: Iterable[TenantStatus]) -> Table:
+    """Show what tenants have, may have ("-": no limit) and keep."""
     made = _table(None, ("tenant", 0), ("tier", 0), ("used>", 0), ("quota>", 0), ("floor>", 0))
-    for each in status.tenants:
+    for each in tenants:
         sizes = each.used_bytes, each.quota_bytes, each.floor_bytes
         made.add_row(*map(Text, (each.tenant, each.tier, *map(_bytes, sizes))))
     return made
@@ -229,10 +230,7 @@ def _tables(
 
 
 def watch(ask: Callable[[], Status], every_s: float, *, once: bool, as_json: bool) -> None:
-    """Show a store until q comes, or once, after two looks at it.
-
-    Raises StoreUnreachable for one that never answered.
-    """
+    """Show a store until q comes, or once, after two looks at it. Raises StoreUnreachable."""
     console, before, status = Console(highlight=False), None, ask()
     live = console.is_terminal and not console.is_dumb_terminal and not (once or as_json)
     gone = ""

@@ -7,23 +7,20 @@ import random
 import pytest
 
 from kvstore.core.index import Node
-from kvstore.core.leases import Generations, Lease
-from kvstore.core.manager import Manager
+from kvstore.core.leases import Lease
 from kvstore.core.policy import MakePolicy
-from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult, Slot
+from kvstore.core.trial import Cache
+from kvstore.core.types import BlockKey, Chain, LookupResult, Slot
 
 _WIDTH = 8
 _STEPS = 3000
 
 
-class Memory:
+class Memory(Cache):
     """Memory of one model, with a policy that must not fail."""
 
     def __init__(self, policy: MakePolicy, slots: int) -> None:
-        generations = Generations()
-        generations.add(memoryview(bytearray(4 * slots)).cast("I"))
-        self.manager = Manager((GroupRule(),), generations, policy=policy, failed=self._failed)
-        self.manager.slots.add([Slot(slot) for slot in range(slots)])
+        super().__init__(slots, policy, self._failed)
 
     @staticmethod
     def _failed(call: str, why: BaseException) -> None:
@@ -37,22 +34,9 @@ class Memory:
             hashes.append(name.to_bytes(_WIDTH, "big"))
         return Chain(b"".join(hashes), _WIDTH, 1)
 
-    def store(self, chain: Chain) -> int:
-        """Store what is missing of a prompt, while there is room; return how much is there."""
-        manager = self.manager
-        lease = self.lease(chain)
-        here = manager.lookup(chain, chain.blocks).blocks
-        for at in range(here, chain.blocks):
-            slots = manager.prepare_store(1)
-            if not slots:
-                break
-            above = chain.key(0, at - 1) if at else None
-            manager.begin_store(chain.key(0, at), above, slots[0])
-            manager.complete_store(slots[0], ok=True)
-            here = at + 1
-        if lease is not None:
-            manager.complete_load(lease.lease_id)
-        return here
+    def fill(self, chain: Chain) -> int:
+        """Use a prompt, and store what is missing while there is room; count what is there."""
+        return sum(self.use(chain))
 
     def lease(self, chain: Chain) -> Lease | None:
         """Lease the stored blocks of a prompt; they stay until complete_load()."""
@@ -78,7 +62,7 @@ class PolicyContract:
         prompts = [memory.chain(number) for number in range(20)]
         prompts += [memory.chain(100, *range(number, number + 3)) for number in range(10)]
         for chain in prompts:
-            assert memory.store(chain) == chain.blocks
+            assert memory.fill(chain) == chain.blocks
         assert len(memory.manager.prepare_store(60)) == 60
         assert not len(memory.manager.index)
 
@@ -86,8 +70,8 @@ class PolicyContract:
         """A lease of a path holds all of it."""
         memory = Memory(policy, 10)
         path, other = memory.chain(1, 2, 3), memory.chain(4, 5)
-        memory.store(path)
-        memory.store(other)
+        memory.fill(path)
+        memory.fill(other)
         lease = memory.lease(path)
         assert lease is not None
         taken = memory.manager.prepare_store(10)
@@ -100,7 +84,7 @@ class PolicyContract:
         """A block that has gone takes nothing along."""
         memory = Memory(policy, 8)
         path = memory.chain(*range(8))
-        memory.store(path)
+        memory.fill(path)
         for left in range(7, -1, -1):
             assert len(memory.manager.prepare_store(1)) == 1
             assert [memory.has(path.key(0, at)) for at in range(8)] == [True] * left + [False] * (
@@ -111,10 +95,10 @@ class PolicyContract:
         """It names no block of before."""
         memory = Memory(policy, 6)
         for number in range(6):
-            memory.store(memory.chain(number))
+            memory.fill(memory.chain(number))
         memory.manager.clear()
         memory.manager.clear_some()
-        assert memory.store(memory.chain(7, 8)) == 2
+        assert memory.fill(memory.chain(7, 8)) == 2
         assert len(memory.manager.prepare_store(6)) == 6
 
     def test_it_names_what_it_was_given(self, policy: MakePolicy) -> None:
@@ -153,14 +137,14 @@ class PolicyContract:
                 case 3:
                     entry = manager.pin(chain.key(0, draw.randrange(chain.blocks)))
                     for _ in range(draw.randrange(2) * slots):
-                        memory.store(memory.chain(draw.randrange(50, 1000)))
+                        memory.fill(memory.chain(draw.randrange(50, 1000)))
                     if entry is not None:
                         assert memory.has(entry.key), "a block went that is being copied"
                         manager.unpin([entry], used=False)
                 case 4 if step % 500 == 0:
                     manager.clear()
                 case _:
-                    memory.store(chain)
+                    memory.fill(chain)
         for lease in leases:
             manager.complete_load(lease.lease_id)
         manager.clear_some(slots)

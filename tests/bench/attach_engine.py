@@ -21,10 +21,10 @@ from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher
 from connectors.worker import WorkerHalf
-from kvstore.config import parse_socket
 from kvstore.core.errors import KVStoreError
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.types import GroupRule
+from kvstore.settings import read_socket
 from kvstore.wire import engine as p
 
 BLOCK_TOKENS = 16
@@ -76,7 +76,7 @@ class BenchEngine:
         self.client: StoreClient
         self.half: SchedulerHalf
         self.arrival_ns: list[int] = []
-        self._path = parse_socket(address)
+        self._path = read_socket(address, {})
         self._requests_max = requests_max
         self._free = deque(range(1, blocks + 1))
         self._memory = torch.zeros((blocks + 1) * PAGE_BYTES, dtype=torch.uint8)

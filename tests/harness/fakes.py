@@ -14,6 +14,7 @@ from kvstore.core.leases import Generations
 from kvstore.core.lookup import Answer, Probe, prefix_hit
 from kvstore.core.tier import SlotMemory, Tier, TierContext
 from kvstore.core.types import BlockKey, GroupRule, make_key
+from kvstore.metrics import LABELS, Numbers
 from kvstore.store.session import Phase
 from kvstore.store.store import Store
 from kvstore.wire import engine as p
@@ -357,6 +358,14 @@ class Engine:
         for connection in (self.scheduler, *self.workers):
             if connection in self.town.inbox:
                 self.town.close(connection)
+
+
+def value_of(numbers: Numbers, name: str, *labels: str) -> float:
+    """Read one number; of a counter of namespaces, without that label, all in sum."""
+    found = numbers.values()
+    if len(labels) == len(LABELS[name]):
+        return found.get((name, *labels), 0)
+    return sum(v for key, v in found.items() if key[0] == name and key[2:] == labels)
 
 
 def keys_of(chain: Sequence[bytes]) -> list[BlockKey]:

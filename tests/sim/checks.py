@@ -257,7 +257,7 @@ class Checks:
             least = len(manager.rules)  # one block of each group can be stored at any time
             assert len(session.granted) <= max(least, min(cap, session.credit_slots)), "credits"
             leases = manager.leases.of_owner(session.number)
-            blocks = [len(manager.leases._leases[lease].entries) for lease in leases]
+            blocks = [len(lease.entries) for lease in leases]
             assert sum(blocks) == manager.leases.blocks_of(session.number), "leased blocks"
             most = engine.leased_bytes // slot_bytes
             assert sum(blocks) < most + max(blocks, default=1), "leases beyond their cap"

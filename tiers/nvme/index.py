@@ -155,7 +155,7 @@ class DiskIndex:
         record.state = State.READY
         if self.tenants is not None:
             self.tenants.entered(record.key)
-        self.order.touch(record)
+        self.order.used(record, 0)
         if self.changes is not None:
             self.changes.added.append(record.key)
 

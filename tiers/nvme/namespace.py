@@ -493,7 +493,7 @@ class Loading:
         space, loaded, generation = self._space, self._loaded, 0
         held, newest = space.held, space.newest
         ready, dropped, durable = State.READY, State.DROPPED, Durable.YES
-        insert, touch = space.index.insert, space.index.order.touch
+        insert, used = space.index.insert, space.index.order.used
         for padded, length, place, above, generation, checksum, leaf in rows:
             key = padded[:length]
             parent = None if above == NO_PARENT else loaded[above]
@@ -510,7 +510,7 @@ class Loading:
                 continue
             insert(record, parent)
             if leaf:  # the others enter the order when they have become leaves
-                touch(record)
+                used(record, 0)
         self.newest = generation
 
     def _refuse(self, refused: list[tuple[bytes, int, str]]) -> None:

@@ -108,7 +108,7 @@ class NvmeTier:
         """Refresh a block that was used, and with it the path above it."""
         record = self.space.index.get(key)
         if record is not None and record.state is State.READY:
-            self.space.index.order.touch(record)
+            self.space.index.order.used(record, 0)
 
     def submit(self, job: TransferJob) -> None:
         """Start a job; a store may wait for slots to become free."""

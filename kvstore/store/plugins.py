@@ -1,6 +1,6 @@
-"""Tiers of others, and the barrier around them: what raises in one, or is wrong, costs it alone.
+"""Tiers and policies of others, which the configuration names by their dotted names.
 
-Their classes are loaded by the dotted names in the configuration.
+What raises in a tier of others, or is wrong, costs it alone.
 A tier that is off stays off until the store is started again. Nothing is found in it, nothing is
 written to it, and it gets no more memory. What was under way fails once the tier has ended, so that
 it writes into no slot that is somebody else's by then. One that does not end keeps these slots.
@@ -24,6 +24,9 @@ from kvstore.barrier import Ended
 from kvstore.config import TierConfig
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError, NotYet, TierError
+from kvstore.core.eviction import LRU
+from kvstore.core.policy import MakePolicy, Policy
+from kvstore.core.segmented import SEGMENTED
 from kvstore.core.tier import SlotMemory, Telling, Tier, TierContext
 from kvstore.core.types import BlockKey, Changes, JobId, JobResult, LookupResult, Slot, TransferJob
 
@@ -33,7 +36,6 @@ TRIAL_NAMESPACE = "0" * 32
 TRIAL_BYTES = 4096
 _CLOSE_S = 5.0  # for a tier that was switched off and still closes as the store ends
 CLOSE_LIMIT_S = 60.0  # for one whose model an engine brings again
-_VERBS = sorted(name for name in vars(Tier) if not name.startswith("_") and name != "name")
 # A hash and its group; engines can be told of no longer ones.
 _Keys = list[Annotated[BlockKey, msgspec.Meta(min_length=3, max_length=limits.KEY_BYTES_MAX)]]
 
@@ -45,15 +47,21 @@ class _Told(msgspec.Struct):
     removed: _Keys
 
 
-def find_class(dotted: str) -> Any:  # noqa: ANN401 - any object can have the name
-    """Import "package.module:Class". Raises ConfigError with the reason why it cannot."""
+def find_class(dotted: str, kind: str, protocol: type) -> Any:  # noqa: ANN401 - of any class
+    """Import "package.module:Class", of a kind with a protocol's methods. Raises ConfigError."""
     module, _, name = dotted.partition(":")
     try:
-        return getattr(import_module(module), name)
+        found = getattr(import_module(module), name)
     except KeyboardInterrupt:
         raise
     except BaseException as exc:  # a plug-in's code may raise anything
-        raise ConfigError(f"{dotted!r} cannot be loaded: {exc}") from exc
+        raise ConfigError(f"{kind}: {dotted!r} cannot be loaded: {exc}") from exc
+    if not isinstance(found, type):
+        raise ConfigError(f"{kind}: expected a class, found {dotted}, a {type(found).__name__}")
+    verbs = sorted(verb for verb in vars(protocol) if not verb.startswith("_"))
+    if missing := [verb for verb in verbs if not callable(getattr(found, verb, None))]:
+        raise ConfigError(f"{kind}: {dotted} has no {', '.join(missing)}")
+    return found
 
 
 class Plugin:
@@ -67,16 +75,7 @@ class Plugin:
 
     def make(self, namespace: str, slot_bytes: int, memory: SlotMemory) -> Tier:
         """Make a namespace's tier. Raises what the class raises, and ConfigError for no class."""
-        dotted = self._config.class_name
-        found = find_class(dotted)
-        if not isinstance(found, type):
-            raise ConfigError(
-                f"tier {self.name}: expected a class, found {dotted}, a {type(found).__name__}"
-            )
-        if missing := [verb for verb in _VERBS if not callable(getattr(found, verb, None))]:
-            raise ConfigError(
-                f"tier {self.name}: {dotted} is no tier: it has no {', '.join(missing)}"
-            )
+        found = find_class(self._config.class_name, f"tier {self.name}", Tier)
         context = TierContext(self.name, namespace, slot_bytes, memory, self._config.options)
         made: Tier = found(context)
         return made
@@ -133,22 +132,42 @@ class Plugin:
         return True
 
 
-def refuse_tier(config: TierConfig) -> None:
-    """Make a `[[tier]]` for a model that is none, and close it.
-
-    Raises ConfigError for a class that is no tier's, and for options that it does not take.
-    """
-    names = ", ".join(sorted(config.options)) or "none"
+def _refuse(make: Callable[[], object], told: str) -> None:
+    """Raise ConfigError, which begins as told, for whatever a plug-in's constructor raises."""
     try:
-        Plugin(config).make(TRIAL_NAMESPACE, TRIAL_BYTES, _TrialMemory()).close()
+        make()
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as exc:
         said = " ".join(f"{type(exc).__name__}: {exc}".split())
-        raise ConfigError(
-            f"tier {config.name}: expected options that {config.class_name} takes, found {names}:"
-            f" {said}"
-        ) from exc
+        raise ConfigError(f"{told} {said}") from exc
+
+
+def refuse_tier(config: TierConfig) -> None:
+    """Make a `[[tier]]` for a model that is none, and close it. Raises ConfigError."""
+    names = ", ".join(sorted(config.options)) or "none"
+    expected = f"tier {config.name}: expected options that {config.class_name} takes"
+    plugin, memory = Plugin(config), _TrialMemory()
+    _refuse(
+        lambda: plugin.make(TRIAL_NAMESPACE, TRIAL_BYTES, memory).close(),
+        f"{expected}, found {names}:",
+    )
+
+
+def find_policy(name: str) -> str | MakePolicy:
+    """Return a policy of ours by its name, or the class of others. Raises ConfigError."""
+    if name in (LRU, SEGMENTED):
+        return name
+    found: MakePolicy = find_class(name, "policy", Policy)
+    return found
+
+
+def refuse_policy(name: str) -> None:
+    """Make a policy once. Raises ConfigError for one that cannot be made."""
+    found = find_policy(name)
+    if not isinstance(found, str):
+        expected = "expected a class that is made with a function that returns how many blocks fit"
+        _refuse(partial(found, lambda: 1), f"policy {name}: {expected}, found")
 
 
 class _End(NamedTuple):
