@@ -151,7 +151,7 @@ class SchedulerHalf:
             repeatable=repeatable,
             policy=policy,
             tag=policy.tag,
-            apart=(policy.tag, not policy.store_in.disk),
+            apart=(policy.tag, not policy.kv_store_tiers.disk),
         )
         if policy.tenant:
             self._client.name_tenant(policy.tenant)
@@ -159,7 +159,7 @@ class SchedulerHalf:
         tracked.remote = self._hand_overs.start(request, transfer, cached)
         if not self._hand_overs.is_running(request.request_id):
             tracked.store_tokens = policy.stored_tokens(request.num_tokens)
-            tracked.late = self._late is not None and not policy.pin
+            tracked.late = self._late is not None and not policy.kv_pin
         self._lookups.ask(tracked)
         self._lookups.pin(tracked)
 
@@ -233,7 +233,7 @@ class SchedulerHalf:
         query, size = tracked.query, self._geometry.block_tokens
         if not grant.lease:
             return 0
-        most = min(query.blocks, (computed + tracked.policy.load_tokens) // size)
+        most = min(query.blocks, (computed + tracked.policy.max_load_tokens) // size)
         inside = query.inside if most == query.blocks else 0
 
         def probe(group: int, index: int) -> LookupResult:

@@ -247,7 +247,7 @@ class WorkerHalf:
                     self._device.unpin(removed)
                 session.link.send(p.Mapped(message.extent, gone=True))
             elif isinstance(message, p.WriteBlocks) and direct is not None:
-                self._copies.write(direct.new_write(message), session)
+                self._copies.write(message, session)
             elif isinstance(message, p.Coming):
                 deadline = session.deadlines.get(message.lease)
                 if deadline is not None:
@@ -263,14 +263,7 @@ class WorkerHalf:
         """Map an extent, pin it, and say that its slots can be used."""
         fd = session.link.take_fd()
         try:
-            extent = MappedExtent(
-                fd,
-                message.first,
-                message.count,
-                message.slot_bytes,
-                message.bytes,
-                message.generations_offset,
-            )
+            extent = MappedExtent(fd, message)
         except (OSError, ValueError) as exc:
             raise TierFull(f"{message.bytes} bytes of the store cannot be mapped: {exc}") from exc
         self._device.pin(extent, self._attacher.stop.is_set)

@@ -30,7 +30,8 @@ from kvstore.wire import framing
 from tiers.runner import NOTHING, Nothing, Runner
 
 if TYPE_CHECKING:  # direct transfers load NIXL
-    from connectors.direct_reads import DirectTransfers, PeerLoad, PeerWrite, WriteEnd
+    from connectors.direct_reads import DirectTransfers, PeerLoad, WriteEnd
+    from connectors.engine_agent import AgentTransfer
 
 log = logging.getLogger(__name__)
 
@@ -95,10 +96,12 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class WriteTask(msgspec.Struct, eq=False):
-    """A write to a peer's engine, for the store of this session."""
+    """A write to a peer's engine for the store of a session, and its state."""
 
-    write: PeerWrite
+    message: p.WriteBlocks
     session: Session
+    transfer: AgentTransfer | None = None
+    until_ns: int = 0
 
 
 Task = StoreTask | LoadTask | WriteTask
@@ -134,10 +137,10 @@ class Copies:
         self.runner.submit(task, first=job.in_step)
         return task
 
-    def write(self, write: PeerWrite, session: Session) -> None:
+    def write(self, message: p.WriteBlocks, session: Session) -> None:
         """Queue a write to a peer."""
-        self._writes_open.add(write.message.write)
-        self.runner.submit(WriteTask(write, session))
+        self._writes_open.add(message.write)
+        self.runner.submit(WriteTask(message, session))
 
     def use_no_slots(self) -> bool:
         """Return True if nothing is being copied from slots that are about to go.
@@ -177,14 +180,14 @@ class Copies:
         """Write engine blocks to a peer's; None while that is under way."""
         if self.direct is not None:
             over = task.session is not self.session
-            end = self.direct.advance_write(task.write, monotonic_ns(), session_over=over)
+            end = self.direct.advance_write(task, monotonic_ns(), session_over=over)
             if end is None:
                 return None
             self._write_ended(task, end)
         return NOTHING
 
     def _write_ended(self, task: WriteTask, end: WriteEnd) -> None:
-        number, transfer = task.write.message.write, task.write.transfer
+        number, transfer = task.message.write, task.transfer
         self._writes_open.discard(number)
         copied = transfer.bytes if transfer is not None and end == "all" else 0
         task.session.send(p.BlocksWritten(number, end, copied))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from connectors.direct_reads import DirectTransfers, PeerWrite, WriteEnd
-from connectors.worker_copies import StoreTask
+from connectors.direct_reads import DirectTransfers, WriteEnd
+from connectors.worker_copies import StoreTask, WriteTask
 from tests.harness.live import eventually
 from tests.harness.worker_rig import BLOCKS
 from tests.test_direct import Nodes, nodes
@@ -61,7 +61,7 @@ def test_B19_direct_what_is_overwritten_while_it_is_written_is_written_again_fro
     real, done = DirectTransfers.advance_write, list[int]()
 
     def late(
-        self: DirectTransfers, giving: PeerWrite, now_ns: int, *, session_over: bool
+        self: DirectTransfers, giving: WriteTask, now_ns: int, *, session_over: bool
     ) -> WriteEnd | None:
         if not done:
             done.append(giving.message.write)
@@ -131,7 +131,7 @@ def test_B15_direct_what_is_written_as_its_engine_detaches_comes_from_slots(
     real, done = DirectTransfers.advance_write, list[WriteEnd | None]()
 
     def late(
-        self: DirectTransfers, giving: PeerWrite, now_ns: int, *, session_over: bool
+        self: DirectTransfers, giving: WriteTask, now_ns: int, *, session_over: bool
     ) -> WriteEnd | None:
         if not done:
             done.append(real(self, giving, now_ns, session_over=False))

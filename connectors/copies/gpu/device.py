@@ -212,7 +212,7 @@ class CudaDevice(Device):
         index = next(iter(caches.values())).storage.device.index or 0
         self._make: Callable[[], Cuda] = partial(Cuda, index) if make is None else make
         self._cuda = self._make()
-        self._caches = caches
+        super().__init__(caches)
         self._copiers: dict[RankLayout, GpuCopier] = {}  # tables on the device stay
         self._choice = choice
         self._lanes = {store: Lane(self._cuda, store=store) for store in (True, False)}
