@@ -293,7 +293,8 @@ class SchedulerHalf:
             tracked.phase = Phase.NEW
             self._hand_overs.release(request_id)
         if tracked.in_step and self._step_loads is not None:
-            self._step_loads.planned(tracked)
+            first = tracked.local // self._geometry.engine_block_tokens[0]
+            self._step_loads.planned(tracked, list(table[0][first:]))
         tracked.remote = NO_REMOTE
         self._lookups.end(tracked, used=used)
 
@@ -316,7 +317,7 @@ class SchedulerHalf:
         self._lookups.line_up()
         sent = self._hand_overs.store_rest()
         if self._step_loads is not None:
-            self._step_loads.begin_step(self._geometry, step.table)
+            self._step_loads.begin_step()
         tokens_left = self._tokens_left
         for request_id, tokens in step.scheduled.items():  # every running request, in every step
             left = tokens_left.get(request_id, 0) - tokens

@@ -486,7 +486,7 @@ class StoreClient:
                 self._handle(message)
                 if self._link is None:
                     return
-        except LinkLost as exc:
+        except (LinkLost, ValueError) as exc:  # GroupHits: blocks, slots and generations differ
             self.detach(str(exc))
 
     def _handle(self, message: framing.Message) -> None:

@@ -116,9 +116,9 @@ class WorkerHalf:
         """Wait for loads. They copy from memory and wait for no block, so that is a moment."""
         if not tasks:
             return
-        self._copies.runner.wait(lambda: all(task.outcome is not None for task in tasks))
+        self._copies.runner.wait(lambda: all(task.over for task in tasks))
         for task in tasks:
-            if task.outcome is None or not task.outcome.ok:
+            if not task.ok:
                 self._bad_blocks.update(task.job.engine.block_ids)
 
     def take_bad_blocks(self) -> set[int]:
@@ -155,21 +155,21 @@ class WorkerHalf:
             self._copies.runner.wait(lambda: not self._copies.loads_open, IDLE_WAIT_S)
         ended: set[str] = set()
         failed: set[str] = set()
-        for outcome in self._copies.runner.poll():
-            if isinstance(outcome.task, LoadTask):
-                names = () if outcome.task.job.in_step else (outcome.task.job.request_id,)
+        for task in self._copies.runner.poll():
+            if isinstance(task, LoadTask):
+                names = () if task.job.in_step else (task.job.request_id,)
                 ended.update(names)
-                self._loaded_bytes += outcome.copied_bytes if outcome.seconds else 0
-                self._loaded_s += outcome.seconds
-                if not outcome.ok:
+                self._loaded_bytes += task.copied_bytes if task.seconds else 0
+                self._loaded_s += task.seconds
+                if not task.ok:
                     failed.update(names)
                     self._stats["failed_loads"] += 1
-                    self._stats["given_up_loads"] += outcome.late
-                self._stats["load_bytes"] += outcome.copied_bytes
+                    self._stats["given_up_loads"] += task.late
+                self._stats["load_bytes"] += task.copied_bytes
             else:
-                self._stores_over.add(outcome.task.job.job_id)
-                self._stats["failed_stores"] += not outcome.ok
-                self._stats["store_bytes"] += outcome.copied_bytes
+                self._stores_over.add(task.job.job_id)
+                self._stats["failed_stores"] += not task.ok
+                self._stats["store_bytes"] += task.copied_bytes
         return ended, failed
 
     def take_stores_over(self) -> frozenset[int]:

@@ -39,7 +39,7 @@ def test_L1_direct_a_prompt_is_pushed_from_engine_memory_into_engine_memory(
         assert (found[GPU], found.get(CPU)) == (5, None)
         assert moved(made) == (0, 5 * part(made))
         results = made.rigs[0].ranks[0].half._copies.runner._results
-        assert all(isinstance(outcome.task, StoreTask) for outcome in results), (
+        assert all(isinstance(task, StoreTask) for task in results), (
             "nobody takes them while it is idle"
         )
     ended = [rank.half._copies.direct for rig in made.rigs for rank in rig.ranks]

@@ -156,18 +156,17 @@ class GpuCopier:
     ) -> None:
         """lanes: by whether they store. Raises TierError for a layer that is not there."""
         self._lanes = lanes
-        self._ways: dict[bool, list[_Way]] = {}
-        self._plans: dict[bool, tuple[GroupPlan, ...]] = {}
-        for store, lane in lanes.items():
-            self._plans[store] = plans(layout, caches, store=store)
-            self._ways[store] = [
+        self._ways = {
+            store: [
                 _Way(
                     plan,
                     cuda.table(plan.tiles, lane.stream),
                     choice.thread_blocks(plan.run_bytes, store=store),
                 )
-                for plan in self._plans[store]
+                for plan in plans(layout, caches, store=store)
             ]
+            for store, lane in lanes.items()
+        }
 
     def copy(self, moves: Moves, slots: SlotMap, *, store: bool, after: int = 0) -> Queued:
         """Queue copies engine -> slots (store) or slots -> engine, behind mark `after`.
@@ -175,13 +174,13 @@ class GpuCopier:
         Raises TierError with nothing queued. What fails half-way is told by over(), once what was
         queued has ended.
         """
-        lane = self._lanes[store]
-        places = places_of(moves, slots, self._plans[store])
+        lane, ways = self._lanes[store], self._ways[store]
+        places = places_of(moves, slots, [way.plan for way in ways])
         lane.after(after)
         moved, error = 0, None
         try:
             for group, rows in places:
-                way = self._ways[store][group]
+                way = ways[group]
                 if len(way.plan.runs):
                     self._queue(lane, way, rows)
                     moved += way.plan.block_bytes * len(rows)
