@@ -212,7 +212,8 @@ class DirectTransfers:
             return self.cancel(load, now_ns)
         if None in valid or load.pending:
             return False
-        load.written_bytes = sum(self._bytes_of(load, block) for block in load.targets)
+        written = (move.group for block in load.targets for move in load.moves[block])
+        load.written_bytes = sum(self._agent.part_bytes[group] for group in written)
         return True
 
     def cancel(self, load: PeerLoad, now_ns: int) -> bool:
@@ -328,9 +329,6 @@ class DirectTransfers:
             if position not in fetch.valid or position in fetch.written:
                 found.append((number, position))
         return found
-
-    def _bytes_of(self, load: PeerLoad, block: FetchBlock) -> int:
-        return sum(self._agent.part_bytes[move.group] for move in load.moves[block])
 
     def _send_targets(self, load: PeerLoad) -> None:
         """Tell the store the engine blocks that a peer may write for pushed blocks."""

@@ -45,7 +45,6 @@ class StepLoads:
             (tracked.remote is NO_REMOTE or tracked.remote.hinted > 0)
             and tracked.repeatable
             and not grant.sources
-            and not any(hits.has_direct for hits in grant.hits)
             and blocks * self._block_bytes <= self._bytes_max
         )
 

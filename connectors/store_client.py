@@ -73,11 +73,6 @@ class GroupHits:
             return self.end
         return bisect_left(range(len(at)), 1, key=lambda n: at[n] > n)
 
-    @property
-    def has_direct(self) -> bool:
-        """True if workers read a block straight from a peer."""
-        return bool(self._slots) and max(self._slots) >= p.DIRECT
-
     def before(self, end: int) -> GroupHits:
         """Return those of the blocks before this one."""
         if end >= self.end:

@@ -107,17 +107,14 @@ class WorkerHalf:
 
     def start_loads(self, meta: StepMeta) -> None:
         """Queue this step's loads, and end those that its forward pass reads from."""
-        if meta.loads:
-            mark = self._device.mark()
-            tasks = [self._copies.load(job, mark) for job in meta.loads]
-            self._end_in_step([task for task in tasks if task.job.in_step])
-
-    def _end_in_step(self, tasks: Sequence[LoadTask]) -> None:
-        """Wait for loads. They copy from memory and wait for no block, so that is a moment."""
-        if not tasks:
+        if not meta.loads:
             return
-        self._copies.runner.wait(lambda: all(task.over for task in tasks))
-        for task in tasks:
+        mark = self._device.mark()
+        tasks = [self._copies.load(job, mark) for job in meta.loads]
+        awaited = [task for task in tasks if task.job.in_step]
+        if awaited:  # they copy from memory and wait for no block, so that is a moment
+            self._copies.runner.wait(lambda: all(task.over for task in awaited))
+        for task in awaited:
             if not task.ok:
                 self._bad_blocks.update(task.job.engine.block_ids)
 

@@ -622,7 +622,6 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         ("step_loads -k O6", "and tracked.repeatable", ""),
         ("step_loads -k O6", "and not grant.sources", ""),
-        ("step_loads -k O6", "and not any(hits.has_direct for hits in grant.hits)", ""),
         ("step_loads -k O6", "and blocks * self._block_bytes <= self._bytes_max", ""),
         ("step_loads -k O15", "self._next = tracked, blocks"),
     ),
@@ -630,7 +629,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("worker_half -k O15_a_load_in_a", "self._bad_blocks.update(task.job.engine.block_ids)"),
         (
             "worker_half -k O6_a_load_in_a_step",
-            "self._copies.runner.wait(lambda: all(task.over for task in tasks))",
+            "self._copies.runner.wait(lambda: all(task.over for task in awaited))",
         ),
         ("worker_half -k in_a_step", ") if task.job.in_step else (task.", "task."),
     ),

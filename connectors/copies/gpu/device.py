@@ -22,7 +22,6 @@ is queued on the compute stream behind the fence.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -181,18 +180,14 @@ class GpuCopier:
         try:
             for group, rows in places:
                 way = ways[group]
-                if len(way.plan.runs):
-                    self._queue(lane, way, rows)
-                    moved += way.plan.block_bytes * len(rows)
+                if way.blocks and len(way.plan.runs):
+                    lane.launch(way.tiles, len(way.plan.tiles), rows, way.blocks)
+                elif len(way.plan.runs):
+                    lane.copy(way.plan.runs, rows)
+                moved += way.plan.block_bytes * len(rows)
         except TierError as exc:
             error = exc
         return Queued(moved, lane, lane.close_job(), error)
-
-    def _queue(self, lane: Lane, way: _Way, places: Words) -> None:
-        if way.blocks:
-            lane.launch(way.tiles, len(way.plan.tiles), places, way.blocks)
-        else:
-            lane.copy(way.plan.runs, places)
 
 
 class CudaDevice(Device):
@@ -218,8 +213,6 @@ class CudaDevice(Device):
         self._marks = [self._cuda.new_event() for _ in range(MARKS)]
         self._mark = 0
         self._pins = Pins(self._cuda)
-        self._closing = threading.Lock()
-        self._closed = False
 
     def enter_thread(self) -> None:
         """Keep the calling thread from spoiling CUDA graphs, which engines capture as they start.
@@ -279,7 +272,4 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         """Give back streams, events and memory; safe to call twice."""
-        with self._closing:
-            if not self._closed:
-                self._closed = True
-                self._cuda.close()
+        self._cuda.close()
