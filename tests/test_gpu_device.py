@@ -328,16 +328,6 @@ def test_tables_are_made_once_for_a_layout() -> None:
     assert len(rig.cuda._kept) == made
 
 
-def test_closing_twice_closes_once() -> None:
-    rig = Rig()
-    rig.cuda.run()
-    rig.device.close()
-    rig.cuda.closed = False
-    rig.device.close()
-    assert not rig.cuda.closed
-    assert rig.cuda.faults == []
-
-
 # Pinned memory
 
 
