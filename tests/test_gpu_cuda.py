@@ -112,7 +112,7 @@ def test_what_cuda_refuses_has_its_words_and_the_gpu() -> None:
 
 
 def test_O17_closing_twice_gives_everything_back_once() -> None:
-    freed, made = list[int](), Cuda.__new__(Cuda)
+    freed, made = list[int](), cuda.Cuda.__new__(cuda.Cuda)
     made._index = 0
     made._runtime = SimpleNamespace(
         setDevice=lambda _: None, eventDestroy=freed.append, streamDestroy=freed.append,
