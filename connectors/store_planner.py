@@ -90,7 +90,7 @@ class StorePlanner:
         return self._events.extra_of(request) if self.describes else None
 
     def store_complete(
-        self, tracked: TrackedRequest, computed: int, table: Callable[[str], BlockTable | None]
+        self, tracked: TrackedRequest, computed: int, table: Callable[[str], BlockTable]
     ) -> int:
         """Store the blocks that are complete now and not stored yet, as far as credits go.
 
@@ -101,10 +101,7 @@ class StorePlanner:
             return 0
         size, end = self._geometry.block_tokens, self.count_complete(tracked, computed)
         if tracked.cursor < end:
-            blocks = table(request.request_id) if client.credits else ()
-            if blocks is None:
-                return 0
-            self._gather(tracked, end, blocks)
+            self._gather(tracked, end, table(request.request_id) if client.credits else ())
             if tracked.cursor < end:
                 client.count("store_declined")
         return (tracked.cursor + 1) * size

@@ -205,7 +205,7 @@ def test_Q36_blocks_that_stay_off_the_disk_have_jobs_of_their_own() -> None:
         request = Request(name, 32, name)
         script.half.on_new_request(request, policy=NO_LIMITS._replace(kv_store_tiers=tiers))
         script.admit(request)
-    meta = script.half.build_meta(Step(dict.fromkeys("abc", 32), (), tables.get))
+    meta = script.half.build_meta(Step(dict.fromkeys("abc", 32), (), tables.__getitem__))
     found = [(job.engine.block_ids, job.off_disk) for job in meta.stores]
     assert found == [((1, 2), False), ((3, 4), True), ((5, 6), False)]
 
@@ -261,7 +261,7 @@ def test_Q40_a_tenants_requests_ask_and_store_under_names_of_its_own() -> None:
         script.admit(request)
     tags = [tag_of("one"), tag_of("two"), b""]
     assert [lookup.scope for lookup in script.lookups()] == tags
-    meta = script.half.build_meta(Step(dict.fromkeys("abc", 32), (), tables.get))
+    meta = script.half.build_meta(Step(dict.fromkeys("abc", 32), (), tables.__getitem__))
     keys = [make_key(block, 0, tag) for tag in tags for block in hashes(2)]
     assert [key for job in meta.stores for key in job.keys] == keys
     assert [key for job in meta.stores for key in job.parents] == [

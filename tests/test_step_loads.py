@@ -104,7 +104,7 @@ def test_O6_another_request_that_waits_is_not_held_up() -> None:
 def test_O6_a_request_that_was_not_announced_is_not_held_up() -> None:
     """One with an adapter, of which the engine only says that it runs."""
     script, request = idle_engine(), Request("r", 40)
-    script.half.build_meta(Step({"adapter": 1}, (), lambda _: None))
+    script.half.build_meta(Step({"adapter": 1}, (), lambda _: ()))
     script.arrive(request, [0, 1])
     assert script.matched(request) == (32, True)
     script.half.request_finished("adapter", [[]])
