@@ -181,14 +181,6 @@ class BlockChange(NamedTuple):
     key: bytes
 
 
-class _Keys(NamedTuple):
-    """Keys of one kind of change, or blocks of a page."""
-
-    medium: str
-    stored: bool
-    keys: Sequence[bytes | p.Held]
-
-
 class Grant(msgspec.Struct, frozen=True):
     """A lookup's answer: what is present, by group; valid until until_ns.
 
@@ -215,7 +207,7 @@ class StoreClient:
         self.side_channel = ""  # host:port where other stores can ask ours
         self.credits: deque[int] = deque()
         self.collect_events = False
-        self._changes: deque[_Keys] = deque()  # at most NEWS_MAX keys: the store waits
+        self._changes: deque[BlockChange | p.Held] = deque()  # few: the store waits, see NEWS_MAX
         self._heard = 0  # keys that were dealt with, and the store has not heard of
         self.keeps_tokens = False  # the store does, of blocks that it is told of
         self.has_pages = False  # of its snapshot there is more, which has not been asked for
@@ -273,13 +265,10 @@ class StoreClient:
         self._link, self.session = None, 0
         self.credits.clear()
         if self.collect_events:  # the engine cannot load these: a router should not count them
-            keys = self.known.all()
-            for first in range(0, len(keys), p.NEWS_MAX):
-                part = keys[first : first + p.NEWS_MAX]
-                self._changes.append(_Keys(MEMORY, stored=False, keys=part))
+            self._changes.extend(BlockChange(MEMORY, False, key) for key in self.known.all())
         self.known = KnownKeys()
         # The next session's store has not sent the keys that still wait here.
-        self._heard = -sum(len(change.keys) for change in self._changes if change.medium)
+        self._heard = -sum(isinstance(change, BlockChange) for change in self._changes)
         self.keeps_tokens = self.has_pages = False
         self._tokens, self._tokens_bytes, self._snapshot = [], 0, None
         self._asked_ns.clear()
@@ -528,9 +517,8 @@ class StoreClient:
         self.known.remove(answers.removed)
         if answers.page is not None:
             self.has_pages = not answers.page.last
-            if answers.page.blocks:
-                self._changes.append(_Keys("", stored=True, keys=answers.page.blocks))
-                self.known.add([held.key for held in answers.page.blocks if held.memory])
+            self._changes.extend(answers.page.blocks)
+            self.known.add([held.key for held in answers.page.blocks if held.memory])
         if answers.lost and self.collect_events:
             self.count("events_untold", answers.lost)
 
@@ -546,8 +534,8 @@ class StoreClient:
             (DISK, True, answers.disk_added),
             (DISK, False, answers.disk_removed),
         ):
-            if keys and self.collect_events:
-                self._changes.append(_Keys(medium, stored, keys))
+            if self.collect_events:
+                self._changes.extend(BlockChange(medium, stored, key) for key in keys)
             else:
                 self._heard += len(keys)
 
@@ -558,16 +546,10 @@ class StoreClient:
         """
         taken: list[BlockChange | p.Held] = []
         while self._changes and most > 0:
-            medium, stored, keys = self._changes.popleft()
-            count = most if medium else -(-most // HELD_COST)
-            part, rest = keys[:count], keys[count:]
-            taken += [
-                key if isinstance(key, p.Held) else BlockChange(medium, stored, key) for key in part
-            ]
-            most -= len(part) if medium else len(part) * HELD_COST
-            self._heard += len(part) if medium else 0
-            if rest:
-                self._changes.appendleft(_Keys(medium, stored, rest))
+            taken.append(self._changes.popleft())
+            held = isinstance(taken[-1], p.Held)
+            most -= HELD_COST if held else 1
+            self._heard += not held
         return taken
 
     def describe(self, told: p.BlockTokens) -> None:
