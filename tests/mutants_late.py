@@ -20,7 +20,7 @@ LATE: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("late_stores -k two_loads", "self._looked_at -= tokens // self._engine_tokens"),
         ("late_stores -k no_room_for", "if load > self._cache.free_count:", "if False:"),
         ("late_stores -k limited_number", "and visits > 0 and", "and"),
-        ("late_stores -k token_ids_of", "if past.all_token_ids:", "if False:"),
+        ("late_stores -k token_ids_of", "if tokens:", "if False:"),
         ("late_stores -k token_ids_of", " if self._stores.describes else ()"),
         ("late_stores -k few_free", "return self._store_due()", "return ()"),
         (
