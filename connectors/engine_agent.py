@@ -161,7 +161,8 @@ class EngineAgent:
         self._met.clear()
         try:
             self._agent = self._make(f"kvstore-engine-{secrets.token_hex(8)}")
-            for address, size in self._memory():
+            storages = (cache.storage for cache in self._caches.values())
+            for address, size in {(each.data_ptr(), each.nbytes) for each in storages}:
                 self._agent.register(address, size, self.gpu)
         except MoveError as exc:
             self._agent = None
@@ -171,10 +172,6 @@ class EngineAgent:
     def close(self) -> None:
         """End the agent and all its transfers."""
         self._agent = None
-
-    def _memory(self) -> Iterable[tuple[int, int]]:
-        storages = (cache.storage for cache in self._caches.values())
-        return {(storage.data_ptr(), storage.nbytes) for storage in storages}
 
     def meet(self, peer: str, metadata: bytes) -> None:
         """Take note of how to reach a peer's agent."""

@@ -99,7 +99,6 @@ class SchedulerHalf:
         self._lookups = RequestLookups(
             geometry, client, self._requests, self.events, direct=transfer.direct
         )
-        self._pace: ComputePace | None = None
         self._loads = LoadPlanner(geometry, client, shares_prefixes=shares_prefixes)
         self._stores = StorePlanner(geometry, client, world, self.events)
         self._late: LateStores | None = None
@@ -107,7 +106,7 @@ class SchedulerHalf:
 
     def prefer_computing(self, pace: ComputePace) -> None:
         """Load no block from a lower tier that takes longer than computing it does."""
-        self._pace = self._lookups.pace = pace
+        self._lookups.pace = pace
 
     def store_late(self, cache: EngineCache, step_blocks: int) -> None:
         """Store a block when the engine is about to reuse its own, not when it is complete.
@@ -278,8 +277,7 @@ class SchedulerHalf:
         if tracked.may_load:
             answer = None if grant is NO_GRANT else grant
             missed = why_missed(tracked, answer, self._geometry.block_tokens)
-            asked = tracked.request.num_tokens - tracked.local
-            self._client.count_usage(asked, tracked.sources, missed)
+            self._client.count_usage(tracked.sources, missed)
         used = False
         if external:
             used = self._loads.plan(tracked, grant, table, external)
@@ -331,8 +329,8 @@ class SchedulerHalf:
         flush = self._stores.fence(written)
         flush.difference_update(job.job_id for job in stores)
         self._client.send_step()
-        if self._pace is not None:
-            self._pace.began(step.scheduled.values())
+        if self._lookups.pace is not None:
+            self._lookups.pace.began(step.scheduled.values())
         return StepMeta(early, stores, self._loads.take_jobs(), tuple(flush), idle, sent)
 
     def _store_complete(self, request_id: str, tokens: int, step: Step) -> None:
@@ -369,8 +367,8 @@ class SchedulerHalf:
         self, stores_over: Mapping[int, int], loaded: Iterable[str], failed: Iterable[str]
     ) -> None:
         """Take the workers' reports: store jobs over, on how many ranks; loads ended, failed."""
-        if self._pace is not None:
-            self._pace.ended()
+        if self._lookups.pace is not None:
+            self._lookups.pace.ended()
         self._stores.on_jobs_ended(stores_over)
         bad = set(failed)
         for request_id in loaded:

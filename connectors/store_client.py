@@ -137,10 +137,6 @@ class KnownKeys:
         """Return True if no key is known."""
         return self._newer.isdisjoint(keys) and self._older.isdisjoint(keys)
 
-    def all_of(self, keys: Sequence[bytes]) -> bool:
-        """Return True if every key is known."""
-        return all(key in self for key in keys)
-
 
 class BlockVersions:
     """A version counter for each of an engine's blocks, in memory that its store can see.
@@ -232,7 +228,6 @@ class StoreClient:
         self._pins: list[p.Prefix] = []
         self._readable_blocks: list[p.EngineBlocks] = []
         self._versions: BlockVersions | None = None
-        self._usage_tokens = 0
         self._usage_hits: Counter[str] = Counter()
         self._usage_missed: Counter[str] = Counter()
         self._unstored: list[bytes] = []
@@ -375,14 +370,8 @@ class StoreClient:
         self._asked_ns.pop(ask, None)
         self._grants.pop(ask, None)
 
-    def count_usage(
-        self, lookup_tokens: int, hits: Mapping[str, int], missed: Mapping[str, int]
-    ) -> None:
-        """Count a request that was admitted.
-
-        lookup_tokens: asked for; of these hits were served, by tier, and the others not, by reason.
-        """
-        self._usage_tokens += lookup_tokens
+    def count_usage(self, hits: Mapping[str, int], missed: Mapping[str, int]) -> None:
+        """Count the tokens of an admitted request: those served by tier, the others by reason."""
         self._usage_hits.update(hits)
         self._usage_missed.update(missed)
 
@@ -417,7 +406,7 @@ class StoreClient:
             step = p.Step(
                 lookups=_take(self._lookups, _fitting(self._lookups)),
                 release=_take(self._release),
-                lookup_tokens=self._usage_tokens,
+                lookup_tokens=self._usage_hits.total() + self._usage_missed.total(),
                 hit_tokens=dict(self._usage_hits),
                 missed_tokens=dict(self._usage_missed),
                 counts=dict(self._counts),
@@ -434,7 +423,6 @@ class StoreClient:
             if step == _NOTHING:
                 self._link.flush()
                 return
-            self._usage_tokens = 0
             self._usage_hits.clear()
             self._usage_missed.clear()
             self._counts.clear()

@@ -169,7 +169,7 @@ class StorePlanner:
                 self._add(batch, ids, keys, parent_hash)
             elif not any(ids) or present.run(first, end) is not None:
                 continue
-            elif not new and known.all_of(keys):  # the engine's own cache had them
+            elif not new and all(key in known for key in keys):  # the engine's own cache had them
                 known.add(keys)
             else:
                 for n, key in enumerate(keys):
