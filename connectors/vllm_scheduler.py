@@ -95,14 +95,7 @@ def start_scheduler(
             " kv_connector_extra_config has no transfer",
             of_engine.kv_connector,
         )
-    half = start_half(
-        config,
-        tokens,
-        settings,
-        find_store,
-        beside=beside,
-        step_loads=loads_in_steps(config, cache, tokens),
-    )
+    half = start_half(config, cache, tokens, settings, find_store, beside=beside)
     return SchedulerSide(
         half,
         cache,
@@ -115,12 +108,12 @@ def start_scheduler(
 
 def start_half(
     config: VllmConfig,
+    cache: KVCacheConfig,
     tokens: Geometry,
     settings: ExtraConfig,
     find_store: Callable[[], str],
     *,
     beside: bool,
-    step_loads: StepLoads | None = None,
 ) -> SchedulerHalf:
     """Wait for the store, at most ATTACH_S; without it the engine serves, and the half goes on.
 
@@ -168,7 +161,7 @@ def start_half(
             direct=settings.direct,
         ),
         beside=beside,
-        step_loads=step_loads,
+        step_loads=loads_in_steps(config, cache, tokens),
     )
     if not settings.always_load:
         half.prefer_computing(ComputePace(monotonic_ns))
