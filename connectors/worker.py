@@ -24,7 +24,7 @@ import msgspec
 from connectors.copies.host import Device, LayerCache, MappedExtent, device_of
 from connectors.step_meta import StepMeta, StoreJob
 from connectors.store_connection import Attacher, Link, LinkLost
-from connectors.worker_copies import Copies, LoadTask, Session, StoreTask
+from connectors.worker_copies import Copies, LoadTask, Session
 from kvstore.core.errors import KVStoreError, NotSupported, TierError, TierFull
 from kvstore.core.layout import RankGeometry, RankLayout
 from kvstore.wire import engine as p
@@ -99,11 +99,8 @@ class WorkerHalf:
         wanted = [t for n in meta.flush if (t := self._copies.stores_open.get(n)) is not None]
         if wanted:
             # The device does not know copies that are only queued here; that takes a moment.
-            self._copies.runner.wait(lambda: all(self._begun(task) for task in wanted))
+            self._copies.runner.wait(lambda: all(task.over or task.copying for task in wanted))
             self._device.fence(task.copying for task in wanted if task.copying is not None)
-
-    def _begun(self, task: StoreTask) -> bool:
-        return task.copying is not None or task.job.job_id not in self._copies.stores_open
 
     def start_loads(self, meta: StepMeta) -> None:
         """Queue this step's loads, and end those that its forward pass reads from."""

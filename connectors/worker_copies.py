@@ -63,7 +63,8 @@ class StoreTask(msgspec.Struct, eq=False):
     copying: Copying | None = None
     session: Session | None = None  # that the copy was begun in
     started: float = 0.0
-    ok: bool = False  # once it has ended
+    over: bool = False  # it has ended,
+    ok: bool = False  # and is complete
     copied_bytes: int = 0
 
 
@@ -163,7 +164,7 @@ class Copies:
                 self.stores_open.pop(task.job.job_id, None)
             elif over and isinstance(task, LoadTask):
                 self.loads_open.discard(task.job.request_id)
-                task.over = True
+            task.over = over
         return task if over else None
 
     def _raised(self, task: Task, _error: Exception) -> Copied | Nothing:
