@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from connectors.request_policy import READERS, RequestPolicy, Tiers, policy_of_read
+from connectors.request_policy import NO_LIMITS, READERS, RequestPolicy, Tiers
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import LEASE_MS_MAX, NAME_MAX
 from kvstore.settings import (
@@ -183,7 +183,7 @@ class ExtraConfig(Section, frozen=True):
     def policy(self) -> RequestPolicy:
         """Limits of all requests of the engine."""
         given = {name: getattr(self, name) for name in READERS}
-        return policy_of_read(given)
+        return NO_LIMITS._replace(**{name: v for name, v in given.items() if v is not None})
 
     def private_settings(self, engine_id: str) -> dict[str, Any]:
         """Return the settings of an engine's private store, as a store's file has them."""

@@ -19,7 +19,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -31,6 +31,9 @@ from kvstore.core.errors import KVStoreError, TierError
 from kvstore.core.layout import Move, RankLayout, RankPages
 from kvstore.wire import engine as p
 from kvstore.wire import framing
+
+if TYPE_CHECKING:
+    from connectors.worker_copies import WriteTask
 
 log = logging.getLogger(__name__)
 
@@ -103,14 +106,6 @@ class PeerLoad(msgspec.Struct, eq=False):
     valid: int = 0  # blocks
     late: int = 0  # blocks that had not arrived when the load expired
     cancelled_ns: int | None = None
-
-
-class PeerWrite(msgspec.Struct, eq=False):
-    """A write to a peer's engine, and its state."""
-
-    message: p.WriteBlocks
-    transfer: AgentTransfer | None = None
-    until_ns: int = 0
 
 
 class DirectTransfers:
@@ -217,7 +212,8 @@ class DirectTransfers:
             return self.cancel(load, now_ns)
         if None in valid or load.pending:
             return False
-        load.written_bytes = sum(self._bytes_of(load, block) for block in load.targets)
+        written = (move.group for block in load.targets for move in load.moves[block])
+        load.written_bytes = sum(self._agent.part_bytes[group] for group in written)
         return True
 
     def cancel(self, load: PeerLoad, now_ns: int) -> bool:
@@ -250,13 +246,8 @@ class DirectTransfers:
 
     # Writes
 
-    @staticmethod
-    def new_write(message: p.WriteBlocks) -> PeerWrite:
-        """Return a write that the store asks for; advance_write() starts and continues it."""
-        return PeerWrite(message)
-
     def advance_write(
-        self, write: PeerWrite, now_ns: int, *, session_over: bool
+        self, write: WriteTask, now_ns: int, *, session_over: bool
     ) -> WriteEnd | None:
         """Start or continue a write; None while it is under way.
 
@@ -266,8 +257,10 @@ class DirectTransfers:
             if session_over:
                 return "none"
             self._check_late_writes()
+            asked = write.message
             try:
-                write.transfer = self._start_write(write.message)
+                blocks, there = framing.from_u32(asked.blocks), framing.from_u32(asked.targets)
+                write.transfer = self._agent.write(asked.ranks, asked.group, blocks, there)
             except (KVStoreError, ArithmeticError, LookupError, ValueError) as exc:
                 log.error("direct write to a peer was not started: %s", exc)
                 return "none"
@@ -285,10 +278,6 @@ class DirectTransfers:
         log.warning("direct write to a peer timed out and was abandoned")
         self._late.append(write.transfer)
         return "failed"
-
-    def _start_write(self, message: p.WriteBlocks) -> AgentTransfer:
-        blocks, targets = framing.from_u32(message.blocks), framing.from_u32(message.targets)
-        return self._agent.write(message.ranks, message.group, blocks, targets)
 
     def _check_late_writes(self) -> None:
         """Forget abandoned writes that have ended; restart the agent if too many have not."""
@@ -340,9 +329,6 @@ class DirectTransfers:
             if position not in fetch.valid or position in fetch.written:
                 found.append((number, position))
         return found
-
-    def _bytes_of(self, load: PeerLoad, block: FetchBlock) -> int:
-        return sum(self._agent.part_bytes[move.group] for move in load.moves[block])
 
     def _send_targets(self, load: PeerLoad) -> None:
         """Tell the store the engine blocks that a peer may write for pushed blocks."""

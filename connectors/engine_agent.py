@@ -161,7 +161,8 @@ class EngineAgent:
         self._met.clear()
         try:
             self._agent = self._make(f"kvstore-engine-{secrets.token_hex(8)}")
-            for address, size in self._memory():
+            storages = (cache.storage for cache in self._caches.values())
+            for address, size in {(each.data_ptr(), each.nbytes) for each in storages}:
                 self._agent.register(address, size, self.gpu)
         except MoveError as exc:
             self._agent = None
@@ -171,10 +172,6 @@ class EngineAgent:
     def close(self) -> None:
         """End the agent and all its transfers."""
         self._agent = None
-
-    def _memory(self) -> Iterable[tuple[int, int]]:
-        storages = (cache.storage for cache in self._caches.values())
-        return {(storage.data_ptr(), storage.nbytes) for storage in storages}
 
     def meet(self, peer: str, metadata: bytes) -> None:
         """Take note of how to reach a peer's agent."""
@@ -220,7 +217,11 @@ class EngineAgent:
             if len(self._read_overlaps) >= ENGINES_MAX:
                 self._read_overlaps.clear()
             overlaps = [
-                cover(own, [pages[group] if group < len(pages) else () for pages in theirs])
+                overlaps_of(
+                    own,
+                    [pages[group] if group < len(pages) else () for pages in theirs],
+                    reads=True,
+                )
                 for group, own in enumerate(self._pages)
             ]
             found = self._read_overlaps[agents] = theirs, overlaps
@@ -249,7 +250,7 @@ class EngineAgent:
             kept = sum(map(len, self._write_overlaps.values()))
             if len(self._write_overlaps) >= WRITTEN_PAGES_MAX or kept >= OVERLAPS_MAX:
                 self._write_overlaps.clear()
-            self._write_overlaps[group, pages] = overlaps_of(self._own[group], pages)
+            self._write_overlaps[group, pages] = overlaps_of(self._own[group], [pages], reads=False)
         return self._write_overlaps[group, pages]
 
     def _start(
@@ -391,43 +392,30 @@ def _pieces(runs: Iterable[PageRun], rank: int = 0) -> Iterator[_Piece]:
             yield _Piece(offset, run.piece_bytes, base, run.block_stride, rank)
 
 
-def overlaps_of(own: Iterable[PageRun], theirs: Iterable[PageRun]) -> list[Overlap]:
-    """Return the bytes of a part that both have. Raises TierError if they have some twice."""
-    there, at = sorted(_pieces(theirs)), 0
-    found: list[Overlap] = []
-    if any(one.offset + one.size > next_one.offset for one, next_one in pairwise(there)):
-        raise TierError("pages that lie one over another")
-    for piece in sorted(_pieces(own)):
-        while at < len(there) and there[at].offset + there[at].size <= piece.offset:
-            at += 1
-        n = at
-        while n < len(there) and there[n].offset < piece.offset + piece.size:
-            found.append(_overlap(piece, there[n], max(piece.offset, there[n].offset)))
-            n += 1
-    return found
-
-
-def _overlap(piece: _Piece, other: _Piece, start: int) -> Overlap:
-    """Return what two pieces have in common from `start` on."""
-    size = min(piece.offset + piece.size, other.offset + other.size) - start
-    here, far = piece.base + start - piece.offset, other.base + start - other.offset
-    return Overlap(other.rank, size, here, piece.stride, far, other.stride)
-
-
-def cover(own: Iterable[PageRun], theirs: Sequence[Iterable[PageRun]]) -> list[Overlap]:
+def overlaps_of(
+    own: Iterable[PageRun], theirs: Sequence[Iterable[PageRun]], *, reads: bool
+) -> list[Overlap]:
     """Cut our runs of a part where those of a peer's ranks begin and end.
 
-    Raises TierError if they do not have all of it.
+    Raises TierError if they do not have all of what is read, or some of what is written twice.
     """
     there = sorted(piece for rank, runs in enumerate(theirs) for piece in _pieces(runs, rank))
-    found, at = [], 0
+    if not reads and any(one.offset + one.size > after.offset for one, after in pairwise(there)):
+        raise TierError("pages that lie one over another")
+    found, at = list[Overlap](), 0
     for piece in sorted(_pieces(own)):
         reached, end = piece.offset, piece.offset + piece.size
         while reached < end:
             while at < len(there) and there[at].offset + there[at].size <= reached:
                 at += 1
-            if at == len(there) or there[at].offset > reached:
+            start = max(reached, there[at].offset) if at < len(there) else end
+            if reads and start > reached:
                 raise TierError(f"the peer's ranks lack byte {reached} of a block's part")
-            found.append(_overlap(piece, there[at], reached))
-            reached += found[-1].size
+            if start >= end:
+                break
+            other = there[at]
+            reached = min(end, other.offset + other.size)
+            here, far = piece.base + start - piece.offset, other.base + start - other.offset
+            size = reached - start
+            found.append(Overlap(other.rank, size, here, piece.stride, far, other.stride))
     return found

@@ -100,5 +100,5 @@ class Step(msgspec.Struct, frozen=True):
 
     scheduled: Mapping[str, int]
     written: Iterable[int]
-    table: Callable[[str], BlockTable | None]
+    table: Callable[[str], BlockTable]
     preempted: Iterable[str] = ()

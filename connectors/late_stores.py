@@ -51,7 +51,8 @@ class PastRequest(msgspec.Struct):
 class _Path(msgspec.Struct, eq=False):
     """The complete blocks of a request, by the engine blocks that they are in."""
 
-    tracked: TrackedRequest
+    past: PastRequest
+    tracked: TrackedRequest  # what stores know of it
     blocks: list[int] = []
     due: bool = False
 
@@ -78,7 +79,7 @@ class LateStores:
         self._copies: dict[int, frozenset[bytes]] = {}  # by job, the keys
 
     def store_complete(
-        self, tracked: TrackedRequest, computed: int, table: Callable[[str], BlockTable | None]
+        self, tracked: TrackedRequest, computed: int, table: Callable[[str], BlockTable]
     ) -> int:
         """Note the blocks that are complete now, where StorePlanner would store them.
 
@@ -91,12 +92,9 @@ class LateStores:
         noted = 0 if path is None else len(path.blocks)
         stop = end * (self._block_tokens // self._engine_tokens)
         if noted < stop:
-            blocks = table(name)
-            if blocks is None:
-                return 0
             if path is None:
-                path = self._paths[name] = _Path(self._past(tracked))
-            for block in blocks[0][noted:stop]:
+                path = self._paths[name] = self._new_path(tracked)
+            for block in table(name)[0][noted:stop]:
                 before = self._notes[block]
                 if before is not None and before.tracked.apart != path.tracked.apart:
                     self._is_due(before)  # another tenant's: it is about to be forgotten
@@ -118,11 +116,9 @@ class LateStores:
         path = self._paths.pop(request_id, None)
         if path is None:
             return ()
-        past = path.tracked.request
-        if past.all_token_ids:  # a tenth of the memory, until its blocks are reused
-            tokens = array(U32, past.all_token_ids)
-            extra = self._stores.extra_of(past)
-            path.tracked.request = PastRequest(request_id, past.block_hashes, tokens, extra)
+        tokens = path.past.all_token_ids
+        if tokens:  # a tenth of the memory, until its blocks are reused
+            path.past.all_token_ids = array(U32, tokens)
         if self._looked_at >= self._step_blocks:
             return ()
         self._is_due(path)
@@ -220,8 +216,8 @@ class LateStores:
             for block, name in zip(blocks, hashes, strict=False)
         ]
 
-    def _past(self, tracked: TrackedRequest) -> TrackedRequest:
-        """Return what stores need of a request, whatever becomes of it.
+    def _new_path(self, tracked: TrackedRequest) -> _Path:
+        """Keep what stores need of a request, whatever becomes of it.
 
         What the store had of it when it came may have left since.
         """
@@ -229,4 +225,5 @@ class LateStores:
         tokens = request.all_token_ids if self._stores.describes else ()
         extra = self._stores.extra_of(request)
         past = PastRequest(request.request_id, request.block_hashes, tokens, extra)
-        return TrackedRequest(past, (NO_HITS,), tag=tracked.tag, apart=tracked.apart)
+        known = TrackedRequest(past, (NO_HITS,), tag=tracked.tag, apart=tracked.apart)
+        return _Path(past, known)

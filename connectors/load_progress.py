@@ -68,17 +68,14 @@ class LoadDeadline:
         """Return the time since the last arrival."""
         return now_ns - max(self._arrived_ns, self._heard_ns)
 
-    def spent_ns(self, now_ns: int) -> int:
-        """Return the time that counts for the limit of all."""
-        return now_ns - max(self._began_ns, self._computed_ns)
-
     def total_ns(self, now_ns: int) -> int:
         """Return the time since the load began."""
         return now_ns - self._first_ns
 
     def has_expired(self, now_ns: int) -> bool:
         """Return True if blocks that have not come by now are late."""
-        return self.quiet_ns(now_ns) >= self._quiet_ns or self.spent_ns(now_ns) >= self._limit_ns
+        spent_ns = now_ns - max(self._began_ns, self._computed_ns)
+        return self.quiet_ns(now_ns) >= self._quiet_ns or spent_ns >= self._limit_ns
 
 
 class SlotLoad:

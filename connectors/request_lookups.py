@@ -137,7 +137,7 @@ class RequestLookups:
         """
         if not tracked.may_load or self.queue.blocks(tracked):
             return
-        failed, load_from = tracked.failures > 0, tracked.policy.load_from
+        failed, load_from = tracked.failures > 0, tracked.policy.kv_load_tiers
         remote = tracked.remote if load_from.peers and not failed else NO_REMOTE
         query = query_for(self._geometry, tracked.request, remote)
         if not query.blocks:
@@ -155,7 +155,7 @@ class RequestLookups:
             loadable=query.blocks,
             direct=self._direct,
             hinted=remote.hinted,
-            off_disk=not tracked.policy.store_in.disk,
+            off_disk=not tracked.policy.kv_store_tiers.disk,
             block_ns=None if self.pace is None else self.pace.block_ns(self._geometry.block_tokens),
             again=failed or tracked.query is not NO_QUERY,
         )
@@ -168,13 +168,13 @@ class RequestLookups:
     def pin(self, tracked: TrackedRequest) -> None:
         """Have the store keep a request's prompt in memory, or what was kept before no longer."""
         policy, scope = tracked.policy, self._scope + tracked.tag
-        if policy.unpin:
-            self._client.pin(p.Prefix(policy.unpin, scope=scope))
-        if policy.pin:
+        if policy.kv_unpin:
+            self._client.pin(p.Prefix(policy.kv_unpin, scope=scope))
+        if policy.kv_pin:
             width = self._geometry.hash_bytes
             query = query_for(self._geometry, tracked.request, NO_REMOTE)
             hashes = b"".join(query.hashes[: limits.PIN_BYTES_MAX // width])
-            self._client.pin(p.Prefix(policy.pin, hashes, width, scope))
+            self._client.pin(p.Prefix(policy.kv_pin, hashes, width, scope))
 
     def answer(self, tracked: TrackedRequest, *, idle: bool) -> Grant | None:
         """Return a request's answer, waiting for it within this step's budget.

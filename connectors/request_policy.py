@@ -67,32 +67,32 @@ _READERS = {**READERS, "kv_pin": read_tenant, "kv_unpin": read_tenant}  # of a r
 class RequestPolicy(NamedTuple):
     """Limits of a request.
 
-    load_tokens: that are loaded at most, beyond those that the engine has itself. store_tokens: how
-    many of its first ones are stored at most. prompt_only: what it generates is not stored. tenant:
-    whose blocks it finds and stores; none: those of engines and requests that name no tenant. pin:
-    the name under which its prompt stays in memory; unpin: what stays no longer.
+    max_load_tokens: beyond those that the engine has itself. max_offload_tokens: how many of its
+    first ones are stored. tenant: whose blocks it finds and stores; none: those of engines and
+    requests that name no tenant. kv_pin: the name under which its prompt stays in memory; kv_unpin:
+    what stays no longer.
     """
 
-    load_tokens: int = TOKENS_MAX
-    store_tokens: int = TOKENS_MAX
-    load_from: Tiers = Tiers()
-    store_in: Tiers = Tiers()
-    prompt_only: bool = False
+    max_load_tokens: int = TOKENS_MAX
+    max_offload_tokens: int = TOKENS_MAX
+    kv_load_tiers: Tiers = Tiers()
+    kv_store_tiers: Tiers = Tiers()
+    offload_prompt_only: bool = False
     tenant: str = ""
-    pin: str = ""
-    unpin: str = ""
+    kv_pin: str = ""
+    kv_unpin: str = ""
 
     def within(self, other: RequestPolicy) -> RequestPolicy:
         """Return the tighter of both, limit by limit; other's tenant if this one names none."""
         return RequestPolicy(
-            min(self.load_tokens, other.load_tokens),
-            min(self.store_tokens, other.store_tokens),
-            Tiers(*map(min, self.load_from, other.load_from)),
-            Tiers(*map(min, self.store_in, other.store_in)),
-            self.prompt_only or other.prompt_only,
+            min(self.max_load_tokens, other.max_load_tokens),
+            min(self.max_offload_tokens, other.max_offload_tokens),
+            Tiers(*map(min, self.kv_load_tiers, other.kv_load_tiers)),
+            Tiers(*map(min, self.kv_store_tiers, other.kv_store_tiers)),
+            self.offload_prompt_only or other.offload_prompt_only,
             self.tenant or other.tenant,
-            self.pin,
-            self.unpin,
+            self.kv_pin,
+            self.kv_unpin,
         )
 
     @property
@@ -103,27 +103,18 @@ class RequestPolicy(NamedTuple):
     @property
     def loads(self) -> bool:
         """Tell whether anything may be loaded: all that is passes through memory."""
-        return self.load_tokens > 0 and self.load_from.memory
+        return self.max_load_tokens > 0 and self.kv_load_tiers.memory
 
     def stored_tokens(self, prompt_tokens: int) -> int:
         """Return how many of a request's first tokens may be stored."""
-        if not self.store_in.memory:
+        if not self.kv_store_tiers.memory:
             return 0
-        return min(self.store_tokens, prompt_tokens) if self.prompt_only else self.store_tokens
+        most = self.max_offload_tokens
+        return min(most, prompt_tokens) if self.offload_prompt_only else most
 
 
 NO_LIMITS = RequestPolicy()
-NOTHING = RequestPolicy(load_tokens=0, store_tokens=0)
-_FIELDS = {
-    "max_load_tokens": "load_tokens",
-    "max_offload_tokens": "store_tokens",
-    "kv_load_tiers": "load_from",
-    "kv_store_tiers": "store_in",
-    "offload_prompt_only": "prompt_only",
-    "tenant": "tenant",
-    "kv_pin": "pin",
-    "kv_unpin": "unpin",
-}
+NOTHING = RequestPolicy(max_load_tokens=0, max_offload_tokens=0)
 
 
 def policy_of(params: Mapping[str, Any] | None, engine: RequestPolicy = NO_LIMITS) -> RequestPolicy:
@@ -131,22 +122,16 @@ def policy_of(params: Mapping[str, Any] | None, engine: RequestPolicy = NO_LIMIT
 
     Raises ConfigError, naming all that is wrong.
     """
-    if not isinstance(params, Mapping) or params.keys().isdisjoint(_FIELDS):
+    if not isinstance(params, Mapping) or params.keys().isdisjoint(_READERS):
         return engine
     found: dict[str, Any] = {}
     problems: list[str] = []
-    for name in _FIELDS:
+    for name, read in _READERS.items():
         try:
             if params.get(name) is not None:
-                found[name] = _READERS[name](params[name], {})
+                found[name] = read(params[name], {})
         except ConfigError as exc:
             problems.append(f"{name}: {exc}")
     if problems:
         raise ConfigError("; ".join(problems))
-    return policy_of_read(found).within(engine)
-
-
-def policy_of_read(found: Mapping[str, Any]) -> RequestPolicy:
-    """Return the limits of values that were read; None: no limit."""
-    given = {_FIELDS[name]: value for name, value in found.items() if value is not None}
-    return NO_LIMITS._replace(**given)
+    return NO_LIMITS._replace(**found).within(engine)

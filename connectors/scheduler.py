@@ -99,7 +99,6 @@ class SchedulerHalf:
         self._lookups = RequestLookups(
             geometry, client, self._requests, self.events, direct=transfer.direct
         )
-        self._pace: ComputePace | None = None
         self._loads = LoadPlanner(geometry, client, shares_prefixes=shares_prefixes)
         self._stores = StorePlanner(geometry, client, world, self.events)
         self._late: LateStores | None = None
@@ -107,7 +106,7 @@ class SchedulerHalf:
 
     def prefer_computing(self, pace: ComputePace) -> None:
         """Load no block from a lower tier that takes longer than computing it does."""
-        self._pace = self._lookups.pace = pace
+        self._lookups.pace = pace
 
     def store_late(self, cache: EngineCache, step_blocks: int) -> None:
         """Store a block when the engine is about to reuse its own, not when it is complete.
@@ -151,7 +150,7 @@ class SchedulerHalf:
             repeatable=repeatable,
             policy=policy,
             tag=policy.tag,
-            apart=(policy.tag, not policy.store_in.disk),
+            apart=(policy.tag, not policy.kv_store_tiers.disk),
         )
         if policy.tenant:
             self._client.name_tenant(policy.tenant)
@@ -159,7 +158,7 @@ class SchedulerHalf:
         tracked.remote = self._hand_overs.start(request, transfer, cached)
         if not self._hand_overs.is_running(request.request_id):
             tracked.store_tokens = policy.stored_tokens(request.num_tokens)
-            tracked.late = self._late is not None and not policy.pin
+            tracked.late = self._late is not None and not policy.kv_pin
         self._lookups.ask(tracked)
         self._lookups.pin(tracked)
 
@@ -233,7 +232,7 @@ class SchedulerHalf:
         query, size = tracked.query, self._geometry.block_tokens
         if not grant.lease:
             return 0
-        most = min(query.blocks, (computed + tracked.policy.load_tokens) // size)
+        most = min(query.blocks, (computed + tracked.policy.max_load_tokens) // size)
         inside = query.inside if most == query.blocks else 0
 
         def probe(group: int, index: int) -> LookupResult:
@@ -278,8 +277,7 @@ class SchedulerHalf:
         if tracked.may_load:
             answer = None if grant is NO_GRANT else grant
             missed = why_missed(tracked, answer, self._geometry.block_tokens)
-            asked = tracked.request.num_tokens - tracked.local
-            self._client.count_usage(asked, tracked.sources, missed)
+            self._client.count_usage(tracked.sources, missed)
         used = False
         if external:
             used = self._loads.plan(tracked, grant, table, external)
@@ -293,7 +291,8 @@ class SchedulerHalf:
             tracked.phase = Phase.NEW
             self._hand_overs.release(request_id)
         if tracked.in_step and self._step_loads is not None:
-            self._step_loads.planned(tracked)
+            first = tracked.local // self._geometry.engine_block_tokens[0]
+            self._step_loads.planned(tracked, list(table[0][first:]))
         tracked.remote = NO_REMOTE
         self._lookups.end(tracked, used=used)
 
@@ -316,7 +315,7 @@ class SchedulerHalf:
         self._lookups.line_up()
         sent = self._hand_overs.store_rest()
         if self._step_loads is not None:
-            self._step_loads.begin_step(self._geometry, step.table)
+            self._step_loads.begin_step()
         tokens_left = self._tokens_left
         for request_id, tokens in step.scheduled.items():  # every running request, in every step
             left = tokens_left.get(request_id, 0) - tokens
@@ -330,8 +329,8 @@ class SchedulerHalf:
         flush = self._stores.fence(written)
         flush.difference_update(job.job_id for job in stores)
         self._client.send_step()
-        if self._pace is not None:
-            self._pace.began(step.scheduled.values())
+        if self._lookups.pace is not None:
+            self._lookups.pace.began(step.scheduled.values())
         return StepMeta(early, stores, self._loads.take_jobs(), tuple(flush), idle, sent)
 
     def _store_complete(self, request_id: str, tokens: int, step: Step) -> None:
@@ -368,8 +367,8 @@ class SchedulerHalf:
         self, stores_over: Mapping[int, int], loaded: Iterable[str], failed: Iterable[str]
     ) -> None:
         """Take the workers' reports: store jobs over, on how many ranks; loads ended, failed."""
-        if self._pace is not None:
-            self._pace.ended()
+        if self._lookups.pace is not None:
+            self._lookups.pace.ended()
         self._stores.on_jobs_ended(stores_over)
         bad = set(failed)
         for request_id in loaded:

@@ -12,9 +12,8 @@ first of them on, which needs all before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from connectors.engine_interface import BlockTable, Geometry
 from connectors.kv_transfer_params import NO_REMOTE
 from connectors.request_state import TrackedRequest
 from connectors.store_client import Grant
@@ -22,6 +21,7 @@ from connectors.store_client import Grant
 COPY_S_MAX = 0.002
 START_BYTES = 16 << 20  # that COPY_S_MAX is taken to be enough for, until a load is measured
 MEASURED_BYTES_MIN = 1 << 20  # a smaller load says little of the rate
+_Planned = tuple[TrackedRequest | None, Sequence[int]]
 
 
 class StepLoads:
@@ -31,9 +31,9 @@ class StepLoads:
         """block_bytes: of a block, on one rank."""
         self._block_bytes = block_bytes
         self._bytes_max = START_BYTES
-        self._next: TrackedRequest | None = None  # whose load the next step waits for
-        self._current: TrackedRequest | None = None  # likewise, of the step under way
-        self._blocks: Sequence[int] = ()  # it has from its first loaded block on
+        # Whose load the next step waits for, and its engine blocks that are wrong if it fails.
+        self._next: _Planned = None, ()
+        self._current: _Planned = None, ()  # likewise, of the step under way
 
     def allows(self, tracked: TrackedRequest, grant: Grant, blocks: int) -> bool:
         """Return True if a load of so many blocks may hold up a step. Nothing else is there to run.
@@ -45,7 +45,6 @@ class StepLoads:
             (tracked.remote is NO_REMOTE or tracked.remote.hinted > 0)
             and tracked.repeatable
             and not grant.sources
-            and not any(hits.has_direct for hits in grant.hits)
             and blocks * self._block_bytes <= self._bytes_max
         )
 
@@ -54,22 +53,17 @@ class StepLoads:
         if copied_bytes >= MEASURED_BYTES_MIN and seconds > 0:
             self._bytes_max = int(copied_bytes / seconds * COPY_S_MAX)
 
-    def planned(self, tracked: TrackedRequest) -> None:
-        """The next step waits for a request's load."""
-        self._next = tracked
+    def planned(self, tracked: TrackedRequest, blocks: Sequence[int]) -> None:
+        """The next step waits for a request's load. blocks: from the first one on that it fills."""
+        self._next = tracked, blocks
 
-    def begin_step(self, geometry: Geometry, table: Callable[[str], BlockTable | None]) -> None:
-        """Note what is wrong if the load that this step waits for fails."""
-        tracked, self._next = self._next, None
-        self._current = tracked
-        if tracked is not None:
-            (ids,) = table(tracked.request.request_id) or ((),)
-            first = tracked.local // geometry.engine_block_tokens[0]
-            self._blocks = list(ids[first:])
+    def begin_step(self) -> None:
+        """The step under way is the one that a load was planned for last, if one was since."""
+        self._current, self._next = self._next, (None, ())
 
-    def failed(self) -> tuple[TrackedRequest | None, Sequence[int]]:
+    def failed(self) -> _Planned:
         """Return the request whose load in the last step failed, if one can have.
 
         And its engine blocks that hold wrong bytes: those loaded, and those computed from them.
         """
-        return (None, ()) if self._current is None else (self._current, self._blocks)
+        return self._current

@@ -73,11 +73,6 @@ class GroupHits:
             return self.end
         return bisect_left(range(len(at)), 1, key=lambda n: at[n] > n)
 
-    @property
-    def has_direct(self) -> bool:
-        """True if workers read a block straight from a peer."""
-        return bool(self._slots) and max(self._slots) >= p.DIRECT
-
     def before(self, end: int) -> GroupHits:
         """Return those of the blocks before this one."""
         if end >= self.end:
@@ -142,10 +137,6 @@ class KnownKeys:
         """Return True if no key is known."""
         return self._newer.isdisjoint(keys) and self._older.isdisjoint(keys)
 
-    def all_of(self, keys: Sequence[bytes]) -> bool:
-        """Return True if every key is known."""
-        return all(key in self for key in keys)
-
 
 class BlockVersions:
     """A version counter for each of an engine's blocks, in memory that its store can see.
@@ -186,14 +177,6 @@ class BlockChange(NamedTuple):
     key: bytes
 
 
-class _Keys(NamedTuple):
-    """Keys of one kind of change, or blocks of a page."""
-
-    medium: str
-    stored: bool
-    keys: Sequence[bytes | p.Held]
-
-
 class Grant(msgspec.Struct, frozen=True):
     """A lookup's answer: what is present, by group; valid until until_ns.
 
@@ -220,7 +203,7 @@ class StoreClient:
         self.side_channel = ""  # host:port where other stores can ask ours
         self.credits: deque[int] = deque()
         self.collect_events = False
-        self._changes: deque[_Keys] = deque()  # at most NEWS_MAX keys: the store waits
+        self._changes: deque[BlockChange | p.Held] = deque()  # few: the store waits, see NEWS_MAX
         self._heard = 0  # keys that were dealt with, and the store has not heard of
         self.keeps_tokens = False  # the store does, of blocks that it is told of
         self.has_pages = False  # of its snapshot there is more, which has not been asked for
@@ -245,7 +228,6 @@ class StoreClient:
         self._pins: list[p.Prefix] = []
         self._readable_blocks: list[p.EngineBlocks] = []
         self._versions: BlockVersions | None = None
-        self._usage_tokens = 0
         self._usage_hits: Counter[str] = Counter()
         self._usage_missed: Counter[str] = Counter()
         self._unstored: list[bytes] = []
@@ -278,13 +260,10 @@ class StoreClient:
         self._link, self.session = None, 0
         self.credits.clear()
         if self.collect_events:  # the engine cannot load these: a router should not count them
-            keys = self.known.all()
-            for first in range(0, len(keys), p.NEWS_MAX):
-                part = keys[first : first + p.NEWS_MAX]
-                self._changes.append(_Keys(MEMORY, stored=False, keys=part))
+            self._changes.extend(BlockChange(MEMORY, False, key) for key in self.known.all())
         self.known = KnownKeys()
         # The next session's store has not sent the keys that still wait here.
-        self._heard = -sum(len(change.keys) for change in self._changes if change.medium)
+        self._heard = -sum(isinstance(change, BlockChange) for change in self._changes)
         self.keeps_tokens = self.has_pages = False
         self._tokens, self._tokens_bytes, self._snapshot = [], 0, None
         self._asked_ns.clear()
@@ -391,14 +370,8 @@ class StoreClient:
         self._asked_ns.pop(ask, None)
         self._grants.pop(ask, None)
 
-    def count_usage(
-        self, lookup_tokens: int, hits: Mapping[str, int], missed: Mapping[str, int]
-    ) -> None:
-        """Count a request that was admitted.
-
-        lookup_tokens: asked for; of these hits were served, by tier, and the others not, by reason.
-        """
-        self._usage_tokens += lookup_tokens
+    def count_usage(self, hits: Mapping[str, int], missed: Mapping[str, int]) -> None:
+        """Count the tokens of an admitted request: those served by tier, the others by reason."""
         self._usage_hits.update(hits)
         self._usage_missed.update(missed)
 
@@ -433,7 +406,7 @@ class StoreClient:
             step = p.Step(
                 lookups=_take(self._lookups, _fitting(self._lookups)),
                 release=_take(self._release),
-                lookup_tokens=self._usage_tokens,
+                lookup_tokens=self._usage_hits.total() + self._usage_missed.total(),
                 hit_tokens=dict(self._usage_hits),
                 missed_tokens=dict(self._usage_missed),
                 counts=dict(self._counts),
@@ -450,7 +423,6 @@ class StoreClient:
             if step == _NOTHING:
                 self._link.flush()
                 return
-            self._usage_tokens = 0
             self._usage_hits.clear()
             self._usage_missed.clear()
             self._counts.clear()
@@ -486,7 +458,7 @@ class StoreClient:
                 self._handle(message)
                 if self._link is None:
                     return
-        except LinkLost as exc:
+        except (LinkLost, ValueError) as exc:  # GroupHits: blocks, slots and generations differ
             self.detach(str(exc))
 
     def _handle(self, message: framing.Message) -> None:
@@ -533,9 +505,8 @@ class StoreClient:
         self.known.remove(answers.removed)
         if answers.page is not None:
             self.has_pages = not answers.page.last
-            if answers.page.blocks:
-                self._changes.append(_Keys("", stored=True, keys=answers.page.blocks))
-                self.known.add([held.key for held in answers.page.blocks if held.memory])
+            self._changes.extend(answers.page.blocks)
+            self.known.add([held.key for held in answers.page.blocks if held.memory])
         if answers.lost and self.collect_events:
             self.count("events_untold", answers.lost)
 
@@ -551,8 +522,8 @@ class StoreClient:
             (DISK, True, answers.disk_added),
             (DISK, False, answers.disk_removed),
         ):
-            if keys and self.collect_events:
-                self._changes.append(_Keys(medium, stored, keys))
+            if self.collect_events:
+                self._changes.extend(BlockChange(medium, stored, key) for key in keys)
             else:
                 self._heard += len(keys)
 
@@ -563,16 +534,10 @@ class StoreClient:
         """
         taken: list[BlockChange | p.Held] = []
         while self._changes and most > 0:
-            medium, stored, keys = self._changes.popleft()
-            count = most if medium else -(-most // HELD_COST)
-            part, rest = keys[:count], keys[count:]
-            taken += [
-                key if isinstance(key, p.Held) else BlockChange(medium, stored, key) for key in part
-            ]
-            most -= len(part) if medium else len(part) * HELD_COST
-            self._heard += len(part) if medium else 0
-            if rest:
-                self._changes.appendleft(_Keys(medium, stored, rest))
+            taken.append(self._changes.popleft())
+            held = isinstance(taken[-1], p.Held)
+            most -= HELD_COST if held else 1
+            self._heard += not held
         return taken
 
     def describe(self, told: p.BlockTokens) -> None:

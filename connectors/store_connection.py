@@ -163,25 +163,21 @@ def attach(
     """
     tries = 0
     while not stop.is_set():
-        link = None
         try:
             link = connect(find(), user)
-            link.send(hello)
-            answer = _await_welcome(link, stop)
-            if isinstance(answer, p.Welcome):
-                return link, answer
+            with contextlib.ExitStack() as unwelcome:
+                unwelcome.callback(link.close)
+                link.send(hello)
+                answer = _await_welcome(link, stop)
+                if isinstance(answer, p.Welcome):
+                    unwelcome.pop_all()
+                    return link, answer
             if answer and tries == len(_RETRY_S):  # not for a moment only
                 line = "kvstore: the store takes this engine later: %s; serving without it"
                 log.warning(line, answer)
         except LinkLost as exc:
             if tries == 0:
                 log.log(level, "kvstore: %s; serving without it, and trying again", exc)
-        except NotSupported:
-            if link is not None:
-                link.close()
-            raise
-        if link is not None:
-            link.close()
         stop.wait(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
         tries += 1
     return None

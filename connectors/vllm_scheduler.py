@@ -95,14 +95,7 @@ def start_scheduler(
             " kv_connector_extra_config has no transfer",
             of_engine.kv_connector,
         )
-    half = start_half(
-        config,
-        tokens,
-        settings,
-        find_store,
-        beside=beside,
-        step_loads=loads_in_steps(config, cache, tokens),
-    )
+    half = start_half(config, cache, tokens, settings, find_store, beside=beside)
     return SchedulerSide(
         half,
         cache,
@@ -115,12 +108,12 @@ def start_scheduler(
 
 def start_half(
     config: VllmConfig,
+    cache: KVCacheConfig,
     tokens: Geometry,
     settings: ExtraConfig,
     find_store: Callable[[], str],
     *,
     beside: bool,
-    step_loads: StepLoads | None = None,
 ) -> SchedulerHalf:
     """Wait for the store, at most ATTACH_S; without it the engine serves, and the half goes on.
 
@@ -168,7 +161,7 @@ def start_half(
             direct=settings.direct,
         ),
         beside=beside,
-        step_loads=step_loads,
+        step_loads=loads_in_steps(config, cache, tokens),
     )
     if not settings.always_load:
         half.prefer_computing(ComputePace(monotonic_ns))
@@ -362,7 +355,7 @@ class SchedulerSide:
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request; True: vLLM keeps its blocks until the workers report it as sent."""
-        table = last_table(request, block_ids, self._states, self._tokens) or ()
+        table = last_table(request, block_ids, self._states, self._tokens)
         parameters = None
         if request.status in _HANDED_OVER:
             parameters = self.half.hand_over(request.request_id, table)
@@ -508,16 +501,16 @@ def cached_tokens(kv_cache_manager: Any, request: Any) -> int:
 
 
 def table_of(
-    blocks: Sequence[Sequence[int]] | None,
+    blocks: Sequence[Sequence[int]],
     states: frozenset[int],
     hand_overs: Sequence[tuple[int, int, int]],
     tokens: Geometry,
-) -> Sequence[Sequence[int]] | None:
+) -> Sequence[Sequence[int]]:
     """Return a block table that shows recurrent states only where they are whole.
 
     hand_overs: (group, block id, tokens the state stands for), valid in this step.
     """
-    if blocks is None or not states:
+    if not states:
         return blocks
     table = [list(ids) for ids in blocks]
     for group in states:
@@ -531,18 +524,14 @@ def table_of(
 
 def last_table(
     request: Any, blocks: Sequence[Sequence[int]], states: frozenset[int], tokens: Geometry
-) -> Sequence[Sequence[int]] | None:
+) -> Sequence[Sequence[int]]:
     """Return the block table of a request that has ended.
 
     A recurrent state is whole at its last token, unless a step is under way that goes on from it.
     """
-    table = table_of(blocks, states, (), tokens)
-    end = request.num_computed_tokens
-    if table is None or not states or request.num_in_flight_tokens or not end:
-        return table
-    shown = [list(ids) for ids in table]
-    for group in states:
-        index = (end - 1) // tokens.engine_block_tokens[group]
-        if index < len(shown[group]):
-            shown[group][index] = blocks[group][index]
-    return shown
+    end, whole = request.num_computed_tokens, []
+    for group in states if end and not request.num_in_flight_tokens else ():
+        size = tokens.engine_block_tokens[group]  # that of a block, too
+        index = (end - 1) // size
+        whole += [(group, block, (index + 1) * size) for block in blocks[group][index : index + 1]]
+    return table_of(blocks, states, whole, tokens)

@@ -33,6 +33,7 @@ COMPILED = (".so", ".pyd")  # and code that is no Python
 SIDE_FILES = ("index", "quant", "scale", "processor", "adapter")
 FILES_MAX = 100_000
 MEMORY_BYTES_MAX = 4 << 20
+KNOWN = "weights.json"
 _REMEMBERED_MAX = 4096  # files
 _RACY_NS = 2_000_000_000  # a file changed so lately may change again at the same time stamp
 _THREADS = 8
@@ -151,35 +152,28 @@ def _key(state: os.stat_result) -> str:
 @contextlib.contextmanager
 def _remembered(memory: Path | None) -> Iterator[dict[str, str]]:
     """Give what is known of files by key, and keep what is added; one process at a time."""
-    folder = None if memory is None else _own_folder(memory)
-    if folder is None:
+    if memory is None or not _is_ours(memory):
         yield {}
         return
-    try:
-        lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            known = _read(folder)
-            before = dict(known)
-            yield known
-            if known != before:
-                _write(folder, known)
-        finally:
-            os.close(lock)
-    finally:
-        os.close(folder)
+    with (memory / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = _read(memory / KNOWN)
+        before = dict(known)
+        yield known
+        if known != before:
+            _write(memory / KNOWN, known)
 
 
-def _own_folder(memory: Path) -> int | None:
-    """Open the folder if it is ours alone; what others could write there would be believed."""
+def _is_ours(memory: Path) -> bool:
+    """Tell whether the folder is ours alone; what others could write there would be believed."""
     try:
         memory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = os.open(memory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        state = memory.lstat()
     except OSError as exc:
         log.info("digests of weights are not kept in %s: %s", memory, exc.strerror)
-        return None
-    state = os.fstat(folder)
-    if state.st_uid != os.geteuid() or state.st_mode & 0o077:
+        return False
+    ours = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
+    if not ours or state.st_mode & 0o077:
         log.warning(
             "digests of weights are not kept in %s: it is of user %d with mode %o,"
             " expected user %d and mode 700",
@@ -188,31 +182,25 @@ def _own_folder(memory: Path) -> int | None:
             stat.S_IMODE(state.st_mode),
             os.geteuid(),
         )
-        os.close(folder)
-        return None
-    return folder
+        return False
+    return True
 
 
-def _read(folder: int) -> dict[str, str]:
+def _read(file: Path) -> dict[str, str]:
     try:
-        file = os.open("weights.json", os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
-    except OSError:
-        return {}
-    with os.fdopen(file, "rb") as source:
-        try:
+        with file.open("rb") as source:
             found = json.loads(source.read(MEMORY_BYTES_MAX))
-        except (ValueError, RecursionError):
-            return {}
+    except (OSError, ValueError, RecursionError):
+        return {}
     return found if isinstance(found, dict) else {}
 
 
-def _write(folder: int, known: dict[str, str]) -> None:
+def _write(file: Path, known: dict[str, str]) -> None:
     """Keep the newest. A write that fails costs reading again, so it is only said."""
-    newest = dict(list(known.items())[-_REMEMBERED_MAX:])
+    new = file.with_name("new")
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        with os.fdopen(os.open("new", flags, 0o600, dir_fd=folder), "w") as out:
-            json.dump(newest, out)
-        os.replace("new", "weights.json", src_dir_fd=folder, dst_dir_fd=folder)
+        new.touch(0o600)
+        new.write_text(json.dumps(dict(list(known.items())[-_REMEMBERED_MAX:])))
+        new.replace(file)
     except OSError as exc:
         log.info("digests of weights are not kept: %s", exc.strerror)

@@ -24,7 +24,7 @@ import msgspec
 from connectors.copies.host import Device, LayerCache, MappedExtent, device_of
 from connectors.step_meta import StepMeta, StoreJob
 from connectors.store_connection import Attacher, Link, LinkLost
-from connectors.worker_copies import Copies, LoadTask, Session, StoreTask
+from connectors.worker_copies import Copies, LoadTask, Session
 from kvstore.core.errors import KVStoreError, NotSupported, TierError, TierFull
 from kvstore.core.layout import RankGeometry, RankLayout
 from kvstore.wire import engine as p
@@ -99,26 +99,20 @@ class WorkerHalf:
         wanted = [t for n in meta.flush if (t := self._copies.stores_open.get(n)) is not None]
         if wanted:
             # The device does not know copies that are only queued here; that takes a moment.
-            self._copies.runner.wait(lambda: all(self._begun(task) for task in wanted))
+            self._copies.runner.wait(lambda: all(task.over or task.copying for task in wanted))
             self._device.fence(task.copying for task in wanted if task.copying is not None)
-
-    def _begun(self, task: StoreTask) -> bool:
-        return task.copying is not None or task.job.job_id not in self._copies.stores_open
 
     def start_loads(self, meta: StepMeta) -> None:
         """Queue this step's loads, and end those that its forward pass reads from."""
-        if meta.loads:
-            mark = self._device.mark()
-            tasks = [self._copies.load(job, mark) for job in meta.loads]
-            self._end_in_step([task for task in tasks if task.job.in_step])
-
-    def _end_in_step(self, tasks: Sequence[LoadTask]) -> None:
-        """Wait for loads. They copy from memory and wait for no block, so that is a moment."""
-        if not tasks:
+        if not meta.loads:
             return
-        self._copies.runner.wait(lambda: all(task.outcome is not None for task in tasks))
-        for task in tasks:
-            if task.outcome is None or not task.outcome.ok:
+        mark = self._device.mark()
+        tasks = [self._copies.load(job, mark) for job in meta.loads]
+        awaited = [task for task in tasks if task.job.in_step]
+        if awaited:  # they copy from memory and wait for no block, so that is a moment
+            self._copies.runner.wait(lambda: all(task.over for task in awaited))
+        for task in awaited:
+            if not task.ok:
                 self._bad_blocks.update(task.job.engine.block_ids)
 
     def take_bad_blocks(self) -> set[int]:
@@ -155,21 +149,21 @@ class WorkerHalf:
             self._copies.runner.wait(lambda: not self._copies.loads_open, IDLE_WAIT_S)
         ended: set[str] = set()
         failed: set[str] = set()
-        for outcome in self._copies.runner.poll():
-            if isinstance(outcome.task, LoadTask):
-                names = () if outcome.task.job.in_step else (outcome.task.job.request_id,)
+        for task in self._copies.runner.poll():
+            if isinstance(task, LoadTask):
+                names = () if task.job.in_step else (task.job.request_id,)
                 ended.update(names)
-                self._loaded_bytes += outcome.copied_bytes if outcome.seconds else 0
-                self._loaded_s += outcome.seconds
-                if not outcome.ok:
+                self._loaded_bytes += task.copied_bytes if task.seconds else 0
+                self._loaded_s += task.seconds
+                if not task.ok:
                     failed.update(names)
                     self._stats["failed_loads"] += 1
-                    self._stats["given_up_loads"] += outcome.late
-                self._stats["load_bytes"] += outcome.copied_bytes
+                    self._stats["given_up_loads"] += task.late
+                self._stats["load_bytes"] += task.copied_bytes
             else:
-                self._stores_over.add(outcome.task.job.job_id)
-                self._stats["failed_stores"] += not outcome.ok
-                self._stats["store_bytes"] += outcome.copied_bytes
+                self._stores_over.add(task.job.job_id)
+                self._stats["failed_stores"] += not task.ok
+                self._stats["store_bytes"] += task.copied_bytes
         return ended, failed
 
     def take_stores_over(self) -> frozenset[int]:
@@ -247,7 +241,7 @@ class WorkerHalf:
                     self._device.unpin(removed)
                 session.link.send(p.Mapped(message.extent, gone=True))
             elif isinstance(message, p.WriteBlocks) and direct is not None:
-                self._copies.write(direct.new_write(message), session)
+                self._copies.write(message, session)
             elif isinstance(message, p.Coming):
                 deadline = session.deadlines.get(message.lease)
                 if deadline is not None:
@@ -263,14 +257,7 @@ class WorkerHalf:
         """Map an extent, pin it, and say that its slots can be used."""
         fd = session.link.take_fd()
         try:
-            extent = MappedExtent(
-                fd,
-                message.first,
-                message.count,
-                message.slot_bytes,
-                message.bytes,
-                message.generations_offset,
-            )
+            extent = MappedExtent(fd, message)
         except (OSError, ValueError) as exc:
             raise TierFull(f"{message.bytes} bytes of the store cannot be mapped: {exc}") from exc
         self._device.pin(extent, self._attacher.stop.is_set)

@@ -30,7 +30,8 @@ from kvstore.wire import framing
 from tiers.runner import NOTHING, Nothing, Runner
 
 if TYPE_CHECKING:  # direct transfers load NIXL
-    from connectors.direct_reads import DirectTransfers, PeerLoad, PeerWrite, WriteEnd
+    from connectors.direct_reads import DirectTransfers, PeerLoad, WriteEnd
+    from connectors.engine_agent import AgentTransfer
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,9 @@ class StoreTask(msgspec.Struct, eq=False):
     copying: Copying | None = None
     session: Session | None = None  # that the copy was begun in
     started: float = 0.0
+    over: bool = False  # it has ended,
+    ok: bool = False  # and is complete
+    copied_bytes: int = 0
 
 
 class LoadTask(msgspec.Struct, eq=False):
@@ -75,8 +79,12 @@ class LoadTask(msgspec.Struct, eq=False):
     peer: PeerLoad | None = None  # the part that comes straight from a peer
     mark_passed: bool = False
     broken: bool = False  # copying from slots raised an error
-    outcome: Outcome | None = None  # once it has ended
     started: float = 0.0  # the copy that is under way
+    over: bool = False  # it has ended,
+    ok: bool = False  # and is complete
+    late: bool = False  # it was given up: blocks had not come in time
+    copied_bytes: int = 0
+    seconds: float = 0.0  # that copying from slots took
 
     @property
     def slots_ok(self) -> bool:
@@ -84,24 +92,17 @@ class LoadTask(msgspec.Struct, eq=False):
         return not self.broken and self.slots is not None and self.slots.ok
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """How a store or a load ended."""
-
-    task: StoreTask | LoadTask
-    ok: bool
-    copied_bytes: int = 0
-    late: bool = False  # a load was given up: blocks had not come in time
-    seconds: float = 0.0  # that copying from slots took
-
-
 class WriteTask(msgspec.Struct, eq=False):
-    """A write to a peer's engine, for the store of this session."""
+    """A write to a peer's engine for the store of a session, and its state."""
 
-    write: PeerWrite
+    message: p.WriteBlocks
     session: Session
+    transfer: AgentTransfer | None = None
+    until_ns: int = 0
 
 
-Task = StoreTask | LoadTask | WriteTask
+Copied = StoreTask | LoadTask
+Task = Copied | WriteTask
 
 
 class Copies:
@@ -115,7 +116,7 @@ class Copies:
         self.direct = direct
         self.stores_open: dict[int, StoreTask] = {}
         self.loads_open: set[str] = set()
-        self.runner: Runner[Task, Outcome] = Runner("kvstore-copy", self._copy, self._raised)
+        self.runner: Runner[Task, Copied] = Runner("kvstore-copy", self._copy, self._raised)
         self._device = device
         self._entered = False  # the copy thread is ready for the device
         self._blocks_per_chunk = blocks_per_chunk
@@ -134,10 +135,10 @@ class Copies:
         self.runner.submit(task, first=job.in_step)
         return task
 
-    def write(self, write: PeerWrite, session: Session) -> None:
+    def write(self, message: p.WriteBlocks, session: Session) -> None:
         """Queue a write to a peer."""
-        self._writes_open.add(write.message.write)
-        self.runner.submit(WriteTask(write, session))
+        self._writes_open.add(message.write)
+        self.runner.submit(WriteTask(message, session))
 
     def use_no_slots(self) -> bool:
         """Return True if nothing is being copied from slots that are about to go.
@@ -148,61 +149,61 @@ class Copies:
 
     # On the copy thread
 
-    def _copy(self, task: Task) -> Outcome | Nothing | None:
+    def _copy(self, task: Task) -> Copied | Nothing | None:
         """Start or continue a task; None while it is under way."""
         if not self._entered:
             self._entered = True
             self._device.enter_thread()
         if isinstance(task, WriteTask):
             return self._write(task)
-        outcome: Outcome | None = Outcome(task, ok=False)  # if an error gets past what follows
+        over = True  # also if an error gets past what follows
         try:
-            outcome = self._store(task) if isinstance(task, StoreTask) else self._load(task)
+            over = self._store(task) if isinstance(task, StoreTask) else self._load(task)
         finally:
-            if outcome is not None and isinstance(task, StoreTask):
+            if over and isinstance(task, StoreTask):
                 self.stores_open.pop(task.job.job_id, None)
-            elif outcome is not None and isinstance(task, LoadTask):
+            elif over and isinstance(task, LoadTask):
                 self.loads_open.discard(task.job.request_id)
-                task.outcome = outcome
-        return outcome
+            task.over = over
+        return task if over else None
 
-    def _raised(self, task: Task, _error: Exception) -> Outcome | Nothing:
+    def _raised(self, task: Task, _error: Exception) -> Copied | Nothing:
         """End a task that a bug has ended; the store waits for the end of a write."""
         if isinstance(task, WriteTask):
             self._write_ended(task, "failed")
             return NOTHING
-        return Outcome(task, ok=False)
+        return task
 
     def _write(self, task: WriteTask) -> Nothing | None:
         """Write engine blocks to a peer's; None while that is under way."""
         if self.direct is not None:
             over = task.session is not self.session
-            end = self.direct.advance_write(task.write, monotonic_ns(), session_over=over)
+            end = self.direct.advance_write(task, monotonic_ns(), session_over=over)
             if end is None:
                 return None
             self._write_ended(task, end)
         return NOTHING
 
     def _write_ended(self, task: WriteTask, end: WriteEnd) -> None:
-        number, transfer = task.write.message.write, task.write.transfer
+        number, transfer = task.message.write, task.transfer
         self._writes_open.discard(number)
         copied = transfer.bytes if transfer is not None and end == "all" else 0
         task.session.send(p.BlocksWritten(number, end, copied))
 
-    def _store(self, task: StoreTask) -> Outcome | None:
-        """Begin the copy, then wait for its end; None while it is under way."""
+    def _store(self, task: StoreTask) -> bool:
+        """Begin the copy, then wait for its end; False while it is under way."""
         job, session, ok = task.job, self.session, True
         try:
             if task.copying is None:
                 if session is None or job.session != session.number:
-                    return Outcome(task, ok=False)
+                    return True
                 task.session, task.started = session, time.perf_counter()
                 moves = pieces(job.engine, job.slots, self._blocks_per_chunk)
                 task.copying = session.copier.copy(
                     moves, session.slots, store=True, after=task.mark
                 )
             if not task.copying.over():
-                return None
+                return False
         except (TierError, ValueError) as exc:
             log.error("store of %d blocks failed: %s", len(job.keys), exc)
             ok = False
@@ -211,11 +212,11 @@ class Copies:
             slots = framing.u32(job.slots)
             stored = p.Stored(slots, job.keys, job.parents, ok, seconds, job.off_disk)
             task.session.send(stored)
-        copied = task.copying.bytes if ok and task.copying is not None else 0
-        return Outcome(task, ok, copied)
+        task.ok, task.copied_bytes = ok, task.copying.bytes if ok and task.copying else 0
+        return True
 
-    def _load(self, task: LoadTask) -> Outcome | None:
-        """Copy what is ready; None while slots are still being filled, or copied."""
+    def _load(self, task: LoadTask) -> bool:
+        """Copy what is ready; False while slots are still being filled, or copied."""
         job, session, now_ns = task.job, self.session, monotonic_ns()
         self._idle_loads.discard(job.request_id)
         if session is None or job.session != session.number:
@@ -234,12 +235,13 @@ class Copies:
             task.peer.failed = task.peer.failed or (slots_over and not task.slots_ok)
             peer_over = self._advance_peer(self.direct, task, task.peer, now_ns)
         if peer_over and slots_over:
-            return self._loaded(task, session, now_ns)
+            self._loaded(task, session, now_ns)
+            return True
         if task.deadline is not None and task.deadline.should_ask(now_ns):
             session.send(p.Loading(job.lease))
         if task.slots is None or not task.slots.copying:
             self._idle_loads.add(job.request_id)
-        return None
+        return False
 
     def _begin_load(self, task: LoadTask, session: Session, now_ns: int) -> None:
         """Start a load. Raises ValueError if its blocks and slots differ."""
@@ -252,7 +254,7 @@ class Copies:
             task.peer = self.direct.start_load(job, self._blocks_per_chunk, deadline)
         task.deadline = session.deadlines[job.lease] = deadline
 
-    def _loaded(self, task: LoadTask, session: Session, now_ns: int) -> Outcome:
+    def _loaded(self, task: LoadTask, session: Session, now_ns: int) -> None:
         job, load, peer = task.job, task.slots, task.peer
         session.deadlines.pop(job.lease, None)
         slots = [slot for slot in job.slots if slot < p.DIRECT]
@@ -273,7 +275,7 @@ class Copies:
             seconds = 0.0  # it says nothing of a copy in this memory
             copied += peer.copied_bytes + peer.written_bytes
             ok = ok and not peer.failed
-        return Outcome(task, ok, copied, late > 0, seconds)
+        task.ok, task.late, task.copied_bytes, task.seconds = ok, late > 0, copied, seconds
 
     def _advance_peer(
         self, direct: DirectTransfers, task: LoadTask, peer: PeerLoad, now_ns: int
@@ -306,20 +308,20 @@ class Copies:
             load.seconds += time.perf_counter() - task.started
         return over
 
-    def _abandon(self, task: LoadTask, now_ns: int) -> Outcome | None:
-        """End a load whose session is over; None while its engine blocks are being written."""
+    def _abandon(self, task: LoadTask, now_ns: int) -> bool:
+        """End a load whose session is over; False while its engine blocks are being written."""
         job, load, session = task.job, task.slots, task.session
         if task.peer is not None and self.direct is not None:
             task.peer.failed = True
             if not self.direct.cancel(task.peer, now_ns):
-                return None
-        copied = 0 if load is None else load.copied_bytes
+                return False
+        task.copied_bytes = 0 if load is None else load.copied_bytes
         try:
             if load and session and not load.end_copy(session.slots.generations):
-                return None
+                return False
         except TierError as exc:
             log.error("load for %s failed: %s", shown(job.request_id), exc)
-        return Outcome(task, ok=False, copied_bytes=copied)
+        return True
 
 
 def _warn_late(job: LoadJob, late: int, deadline: LoadDeadline, now_ns: int) -> None:

@@ -207,7 +207,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "return",
         ),
         ("long_loads -k B15_a_disk", "return self.quiet_ns(now_ns) >= self._quiet_ns or", "return"),
-        ("long_loads -k B15_what_only_drips", "or self.spent_ns(now_ns) >= self._limit_ns", ""),
+        ("long_loads -k B15_what_only_drips", " or spent_ns >= self._limit_ns", ""),
         ("worker_half -k O15_a_slot_that_is_reused_while", "if reused.size:"),
     ),
     "kvstore/store/lookups.py": (
@@ -622,17 +622,16 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         ("step_loads -k O6", "and tracked.repeatable", ""),
         ("step_loads -k O6", "and not grant.sources", ""),
-        ("step_loads -k O6", "and not any(hits.has_direct for hits in grant.hits)", ""),
         ("step_loads -k O6", "and blocks * self._block_bytes <= self._bytes_max", ""),
-        ("step_loads -k O15", "self._blocks = list(ids[first:])"),
+        ("step_loads -k O15", "self._next = tracked, blocks"),
     ),
     "connectors/worker.py": (
         ("worker_half -k O15_a_load_in_a", "self._bad_blocks.update(task.job.engine.block_ids)"),
         (
             "worker_half -k O6_a_load_in_a_step",
-            "self._copies.runner.wait(lambda: all(task.outcome is not None for task in tasks))",
+            "self._copies.runner.wait(lambda: all(task.over for task in awaited))",
         ),
-        ("worker_half -k in_a_step", ") if outcome.task.job.in_step else (outcome.", "outcome."),
+        ("worker_half -k in_a_step", ") if task.job.in_step else (task.", "task."),
     ),
     "connectors/worker_copies.py": (
         ("worker_half -k O8_a_load_in_a_step", "wait_ns = 0 if job.in_step else", "wait_ns ="),

@@ -70,14 +70,14 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("snapshot -k O27_a_step_tells", "_fitting(self._tokens, TOKENS_BYTES)", "None"),
         (
             "snapshot -k O16_an_engine_that_loses",
-            "self._changes.append(_Keys(MEMORY, stored=False, keys=part))",
+            "self._changes.extend(BlockChange(MEMORY, False, key) for key in self.known.all())",
             "pass",
         ),
         ("snapshot -k O16_an_engine_that_loses", "(self._older - self._newer)", "self._older"),
         ("snapshot -k O16_an_engine_that_loses", "if held.memory])", "if False])"),
         (
             "snapshot -k O16_an_engine_that_loses",
-            "-sum(len(change.keys) for change in self._changes if change.medium)",
+            "-sum(isinstance(change, BlockChange) for change in self._changes)",
             "0",
         ),
         ("snapshot -k O27_a_step_tells", "while self._tokens_bytes > TOKENS_BYTES_MAX:"),
@@ -86,7 +86,7 @@ EVENTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "            self._tokens_bytes -= sum(map(_bytes_of, step.tokens))\n",
             "",
         ),
-        ("events -k O24_the_store_hears", "self._heard += len(part) if medium else 0"),
+        ("events -k O24_the_store_hears", "self._heard += not held"),
         ("events -k O24_what_the_store", "if answers.lost and self.collect_events:"),
         (
             "snapshot -k O27_an_engine_publishes",

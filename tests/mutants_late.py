@@ -20,7 +20,7 @@ LATE: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("late_stores -k two_loads", "self._looked_at -= tokens // self._engine_tokens"),
         ("late_stores -k no_room_for", "if load > self._cache.free_count:", "if False:"),
         ("late_stores -k limited_number", "and visits > 0 and", "and"),
-        ("late_stores -k token_ids_of", "if past.all_token_ids:", "if False:"),
+        ("late_stores -k token_ids_of", "if tokens:", "if False:"),
         ("late_stores -k token_ids_of", " if self._stores.describes else ()"),
         ("late_stores -k few_free", "return self._store_due()", "return ()"),
         (
@@ -34,9 +34,7 @@ LATE: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("late_stores -k without_slots", "return False, len(held)", "return True, len(held)"),
         ("late_stores -k asks_again_once", "frozenset(job.keys)", "frozenset[bytes]()"),
     ),
-    "connectors/store_planner.py": (
-        ("late_stores -k last_to_be_forgotten", "client.known.add(keys)"),
-    ),
+    "connectors/store_planner.py": (("late_stores -k last_to_be_forgotten", "known.add(keys)"),),
     "connectors/store_client.py": (
         (
             "events -k published_once",
@@ -70,7 +68,7 @@ LATE: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("late_stores -k asks_again_once", "tracked.stored_later = block"),
     ),
     "connectors/scheduler.py": (
-        ("late_stores -k pinned", "self._late is not None and not policy.pin", "True"),
+        ("late_stores -k pinned", "self._late is not None and not policy.kv_pin", "True"),
         ("late_stores -k a_load_takes", "self._late.make_way(tokens)"),
         ("late_stores -k preempted", "self._late.begin(request_id, tracked.local + external)"),
         ("late_stores -k O28_O17", "self._late.clear()"),

@@ -70,8 +70,8 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "connectors/late_stores.py": (
         (
             "late_stores -k O16_O28",
-            "past.block_hashes, tokens, extra)",
-            "past.block_hashes, tokens)",
+            "request.block_hashes, tokens, extra)",
+            "request.block_hashes, tokens)",
         ),
     ),
     "connectors/kv_transfer_params.py": (

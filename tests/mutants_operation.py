@@ -592,9 +592,9 @@ OPERATION: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "connectors/request_policy.py": (
         (
             "request_policy -k Q34_the_tighter",
-            "min(self.load_tokens, other.load_tokens)",
-            "other.load_tokens",
+            "min(self.max_load_tokens, other.max_load_tokens)",
+            "other.max_load_tokens",
         ),
-        ("request_policy -k Q35_a_request_that_stores", "if not self.store_in.memory:"),
+        ("request_policy -k Q35_a_request_that_stores", "if not self.kv_store_tiers.memory:"),
     ),
 }

@@ -163,9 +163,9 @@ def test_O22_a_worker_that_cannot_map_the_stores_memory_tries_again(
 ) -> None:
     refused = list[int]()
 
-    def short_of_memory(fd: int, first: int, count: int, *rest: int) -> MappedExtent:
+    def short_of_memory(fd: int, extent: p.Extent) -> MappedExtent:
         if refused:
-            return MappedExtent(fd, first, count, *rest)
+            return MappedExtent(fd, extent)
         refused.append(fd)
         os.close(fd)
         raise OSError(errno.ENOMEM, "Cannot allocate memory")

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import torch
 
-from connectors.copies.host import HostDevice, LayerCache
-from connectors.engine_agent import cover
+from connectors.copies.host import Device, LayerCache
+from connectors.engine_agent import overlaps_of
 from connectors.step_meta import StepMeta
 from connectors.store_client import BlockVersions
 from kvstore.core.errors import ProtocolError, TierError, TierIOError
@@ -360,7 +360,7 @@ def test_O20_any_cut_of_a_part_finds_its_bytes_in_any_other(seed: int) -> None:
         offset = number * (part // len(mine))
         (cache,) = caches
         got = bytearray(cache.page_bytes)
-        for each in cover([of(cache, offset)], runs):
+        for each in overlaps_of([of(cache, offset)], runs, reads=True):
             source = theirs[each.rank][0]
             at = each.base_there + 2 * each.stride_there - source.storage.data_ptr()
             here = each.base + each.stride - cache.storage.data_ptr()
@@ -376,11 +376,11 @@ def test_O20_any_cut_of_a_part_finds_its_bytes_in_any_other(seed: int) -> None:
 def test_ranks_that_lack_a_part_are_an_error_that_says_where() -> None:
     whole = [PageRun(0, 512, 1, 4096, 512, 0)]
     with pytest.raises(TierError, match="lack byte 0 of"):
-        cover(whole, [])
+        overlaps_of(whole, [], reads=True)
     with pytest.raises(TierError, match="lack byte 256 of"):
-        cover(whole, [[PageRun(0, 256, 1, 4096, 512, 0)]])
+        overlaps_of(whole, [[PageRun(0, 256, 1, 4096, 512, 0)]], reads=True)
     with pytest.raises(TierError, match="lack byte 0 of"):
-        cover(whole, [[PageRun(256, 256, 1, 4096, 512, 0)]])
+        overlaps_of(whole, [[PageRun(256, 256, 1, 4096, 512, 0)]], reads=True)
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,7 @@ def test_what_is_shown_of_a_slot_that_is_stored_already_is_not_kept() -> None:
     assert not made._engines[1].coming
 
 
-class Behind(HostDevice):
+class Behind(Device):
     """What it computes is behind what it was asked for, as on a GPU."""
 
     def __init__(self) -> None:

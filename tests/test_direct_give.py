@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from connectors.direct_reads import DirectTransfers, PeerWrite, WriteEnd
-from connectors.worker_copies import StoreTask
+from connectors.direct_reads import DirectTransfers, WriteEnd
+from connectors.worker_copies import StoreTask, WriteTask
 from tests.harness.live import eventually
 from tests.harness.worker_rig import BLOCKS
 from tests.test_direct import Nodes, nodes
@@ -39,7 +39,7 @@ def test_L1_direct_a_prompt_is_pushed_from_engine_memory_into_engine_memory(
         assert (found[GPU], found.get(CPU)) == (5, None)
         assert moved(made) == (0, 5 * part(made))
         results = made.rigs[0].ranks[0].half._copies.runner._results
-        assert all(isinstance(outcome.task, StoreTask) for outcome in results), (
+        assert all(isinstance(task, StoreTask) for task in results), (
             "nobody takes them while it is idle"
         )
     ended = [rank.half._copies.direct for rig in made.rigs for rank in rig.ranks]
@@ -61,7 +61,7 @@ def test_B19_direct_what_is_overwritten_while_it_is_written_is_written_again_fro
     real, done = DirectTransfers.advance_write, list[int]()
 
     def late(
-        self: DirectTransfers, giving: PeerWrite, now_ns: int, *, session_over: bool
+        self: DirectTransfers, giving: WriteTask, now_ns: int, *, session_over: bool
     ) -> WriteEnd | None:
         if not done:
             done.append(giving.message.write)
@@ -131,7 +131,7 @@ def test_B15_direct_what_is_written_as_its_engine_detaches_comes_from_slots(
     real, done = DirectTransfers.advance_write, list[WriteEnd | None]()
 
     def late(
-        self: DirectTransfers, giving: PeerWrite, now_ns: int, *, session_over: bool
+        self: DirectTransfers, giving: WriteTask, now_ns: int, *, session_over: bool
     ) -> WriteEnd | None:
         if not done:
             done.append(real(self, giving, now_ns, session_over=False))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import pytest
 import torch
 
 from connectors.copies.host import Device, HostCopier
-from connectors.direct_reads import CANCEL_NS, LATE_MAX, WRITE_NS, DirectTransfers, PeerWrite
+from connectors.direct_reads import CANCEL_NS, LATE_MAX, WRITE_NS, DirectTransfers
 from connectors.engine_agent import AgentTransfer, overlaps_of
 from connectors.store_connection import Link
 from connectors.worker import WorkerHalf
-from connectors.worker_copies import Copies, Session
+from connectors.worker_copies import Copies, Session, WriteTask
 from kvstore.core.errors import TierError
 from kvstore.core.layout import PageRun, RankLayout, RankPages
 from kvstore.wire import engine as p
@@ -23,6 +24,9 @@ from tests.harness.fakes import u32
 from tests.test_direct_worker import Reader
 
 # The worker
+
+
+NOWHERE = cast("Session", None)
 
 
 class Writer(Reader):
@@ -43,11 +47,11 @@ class Writer(Reader):
         return AgentTransfer(64, 1, [], clean=self.clean)
 
 
-def worker() -> tuple[DirectTransfers, Writer, PeerWrite]:
+def worker() -> tuple[DirectTransfers, Writer, WriteTask]:
     made, writer = DirectTransfers.__new__(DirectTransfers), Writer()
     made._agent, made._send, made._late = writer, lambda _: None, []
     asked = p.WriteBlocks(7, 0, (RankPages("theirs", b"md", ((),)),), u32([1, 2]), u32([3, 4]))
-    return made, writer, PeerWrite(asked)
+    return made, writer, WriteTask(asked, NOWHERE)
 
 
 def test_L1_direct_a_worker_writes_engine_blocks_to_a_peers() -> None:
@@ -97,17 +101,17 @@ def test_B20_direct_many_writes_that_do_not_end_end_with_the_agent() -> None:
     def lost(count: int) -> None:
         writer.hangs = True
         for _ in range(count):
-            late = PeerWrite(giving.message)
+            late = WriteTask(giving.message, NOWHERE)
             assert made.advance_write(late, 0, session_over=False) is None
             assert made.advance_write(late, WRITE_NS, session_over=False) == "failed"
 
     lost(LATE_MAX)
     writer.hangs = False
-    assert made.advance_write(PeerWrite(giving.message), 0, session_over=False) == "all"
+    assert made.advance_write(WriteTask(giving.message, NOWHERE), 0, session_over=False) == "all"
     assert not made._late, "what has ended is no trouble"
     lost(LATE_MAX + 1)
     assert writer.restarts == 0
-    assert made.advance_write(PeerWrite(giving.message), 0, session_over=False) is None
+    assert made.advance_write(WriteTask(giving.message, NOWHERE), 0, session_over=False) is None
     assert writer.restarts == 1
     assert not made._late
 
@@ -119,7 +123,7 @@ def copies_of(made: DirectTransfers) -> Iterator[tuple[Copies, Session, list[fra
     link = Link.__new__(Link)
     link.send = said.append  # type: ignore[method-assign, assignment]
     session = Session(link, p.Welcome(1), HostCopier({}, RankLayout(0, ())))
-    copies = Copies(Device(), (1,), made)
+    copies = Copies(Device({}), (1,), made)
     copies.session = session
     yield copies, session, said
     copies.runner.close()
@@ -129,12 +133,12 @@ def test_O14_direct_a_write_of_a_session_that_is_over_is_not_begun_and_says_so()
     made, writer, giving = worker()
     with copies_of(made) as (copies, session, said):
         copies.session = None
-        copies.write(giving, session)
+        copies.write(giving.message, session)
         copies.runner.drain()
         assert said == [p.BlocksWritten(7, "none", 0)]
         assert not writer.written
         copies.session = session
-        copies.write(giving, session)
+        copies.write(giving.message, session)
         copies.runner.drain()
         assert said[1:] == [p.BlocksWritten(7, "all", 64)]
         assert not copies._writes_open
@@ -144,7 +148,7 @@ def test_B15_direct_a_store_hears_of_a_write_whatever_has_happened() -> None:
     made, _, giving = worker()
     made.advance_write = dict[int, str]().pop  # type: ignore[method-assign, assignment]
     with copies_of(made) as (copies, session, said):
-        copies.write(giving, session)
+        copies.write(giving.message, session)
     assert said == [p.BlocksWritten(7, "failed", 0)]
     assert not copies._writes_open
 
@@ -187,7 +191,7 @@ def test_O20_ranks_write_together_all_of_each_rank_of_a_peers_once(seed: int) ->
         found = sorted(
             (each.base_there, each.size, each.base)
             for own in mine
-            for each in overlaps_of(own, rank)
+            for each in overlaps_of(own, [rank], reads=False)
         )
         reached = torch.zeros(part, dtype=torch.int32)
         for there, size, here in found:
@@ -211,4 +215,4 @@ def test_O20_pages_that_lie_one_over_another_are_an_error() -> None:
     own = [PageRun(16 * n, 16, 1, 4096, 512, 0) for n in range(8)]
     over = [PageRun(0, 128, 1, 4096, 512, 0) for _ in range(8)]
     with pytest.raises(TierError, match="one over another"):
-        overlaps_of(own, over)
+        overlaps_of(own, [over], reads=False)

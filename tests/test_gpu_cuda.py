@@ -109,3 +109,16 @@ def test_what_cuda_refuses_has_its_words_and_the_gpu() -> None:
     )
     with pytest.raises(TierIOError, match="GPU 3: cudaErrorMemoryAllocation"):
         made.pin(4096, 4096)
+
+
+def test_O17_closing_twice_gives_everything_back_once() -> None:
+    freed, made = list[int](), cuda.Cuda.__new__(cuda.Cuda)
+    made._index = 0
+    made._runtime = SimpleNamespace(
+        setDevice=lambda _: None, eventDestroy=freed.append, streamDestroy=freed.append,
+        free=freed.append, CUDARuntimeError=OSError,
+    )  # fmt: skip
+    made._streams, made._events, made._device_memory, made._host_memory = {1: None}, [2], [3], []
+    made.close()
+    made.close()
+    assert sorted(freed) == [1, 2, 3]

@@ -17,6 +17,7 @@ from connectors.load_progress import LoadDeadline, SlotLoad
 from connectors.step_meta import EngineSpec, LoadJob
 from kvstore.core.errors import TierError
 from kvstore.core.layout import GroupLayout, LayerRun, Move, RankLayout
+from kvstore.wire import engine as p
 from tests.harness.moves import rows
 
 PAGE, PARTS, SLOTS, BLOCKS = 64, 2, 64, 256
@@ -32,7 +33,7 @@ def mapped(extents: int = 2) -> SlotMap:
         fd = os.memfd_create("slots")
         os.truncate(fd, size + 4 * SLOTS)
         first = number * SLOTS
-        extent = MappedExtent(fd, first, SLOTS, PARTS * PAGE, size + 4 * SLOTS, size)
+        extent = MappedExtent(fd, p.Extent(0, first, SLOTS, PARTS * PAGE, size, size + 4 * SLOTS))
         extent.data[: size : PARTS * PAGE] = torch.arange(first, first + SLOTS, dtype=torch.uint8)
         slots.add(number, extent)
     return slots

@@ -216,7 +216,7 @@ def test_O28_what_is_known_to_be_there_is_the_last_to_be_forgotten(
     assert not desk.stored(past, *metas)
     desk.script.changed(added=[b"%d" % number for number in range(10, 18)])
     desk.script.step()
-    assert desk.script.client.known.all_of(keys)
+    assert all(key in desk.script.client.known for key in keys)
 
 
 def test_O28_a_step_looks_at_a_limited_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ def test_O28_a_preempted_request_is_stored_as_far_as_its_blocks_are_there() -> N
 
 def test_O28_pinned_prompts_are_stored_at_once() -> None:
     desk = Desk()
-    request = desk.begin("a", 4, pin="p")
+    request = desk.begin("a", 4, kv_pin="p")
     meta = desk.compute(request, 4)
     assert desk.stored(request, meta) == [0, 1, 2, 3]
     assert meta.stores
@@ -310,7 +310,7 @@ def test_O28_larger_blocks_are_stored_with_all_their_parts() -> None:
 
 def test_O28_limits_of_a_request_hold() -> None:
     desk = Desk(blocks=20)
-    past = desk.run("a", 6, store_tokens=3 * BLOCK)
+    past = desk.run("a", 6, max_offload_tokens=3 * BLOCK)
     filler = desk.begin("b", 14)
     metas = [desk.compute(filler, count) for count in (4, 4, 4, 2)]
     assert desk.stored(past, *metas) == [0, 1, 2]

@@ -48,7 +48,7 @@ def test_Q34_a_request_names_its_limits_as_vllms_offloading_does() -> None:
         "kv_store_tiers": [],
     }
     nowhere = Tiers(memory=False, disk=False, peers=False)
-    assert policy_of(given) == RequestPolicy(0, 64, MEMORY_ONLY, nowhere, prompt_only=True)
+    assert policy_of(given) == RequestPolicy(0, 64, MEMORY_ONLY, nowhere, offload_prompt_only=True)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_Q34_a_request_names_its_limits_as_vllms_offloading_does() -> None:
     ],
 )
 def test_Q36_tiers_are_those_that_an_entry_fits(tiers: list[Any], expected: Tiers) -> None:
-    assert policy_of({"kv_load_tiers": tiers}).load_from == expected
+    assert policy_of({"kv_load_tiers": tiers}).kv_load_tiers == expected
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,11 @@ def test_Q34_the_tighter_of_the_engines_and_the_requests_limits_counts() -> None
     engine_has = parse_extra(
         {"cpu": "1GiB", "max_load_tokens": 64, "kv_store_tiers": [{"medium": "CPU"}]}
     ).policy
-    assert engine_has == NO_LIMITS._replace(load_tokens=64, store_in=MEMORY_ONLY)
+    assert engine_has == NO_LIMITS._replace(max_load_tokens=64, kv_store_tiers=MEMORY_ONLY)
     assert policy_of({}, engine_has) is engine_has
     more = {"max_load_tokens": 128, "max_offload_tokens": 16, "kv_store_tiers": [{}]}
-    assert policy_of(more, engine_has) == engine_has._replace(store_tokens=16)
-    assert policy_of({"max_load_tokens": 16}, engine_has).load_tokens == 16
+    assert policy_of(more, engine_has) == engine_has._replace(max_offload_tokens=16)
+    assert policy_of({"max_load_tokens": 16}, engine_has).max_load_tokens == 16
     assert parse_extra({"cpu": "1GiB"}).policy == NO_LIMITS
 
 
@@ -109,7 +109,7 @@ def test_Q34_the_tighter_of_the_engines_and_the_requests_limits_counts() -> None
 
 
 def test_Q34_no_more_is_loaded_than_a_request_may() -> None:
-    script, request = limited(81, load_tokens=40)
+    script, request = limited(81, max_load_tokens=40)
     script.answer(script.lookups()[0].ask, [0, 1, 2, 3, 4])
     assert script.matched(request) == (32, True), "whole blocks"
     assert script.matched(request, 16) == (32, True), "beyond what the engine has"
@@ -117,13 +117,13 @@ def test_Q34_no_more_is_loaded_than_a_request_may() -> None:
 
 
 def test_Q34_a_shorter_hit_has_the_windows_it_needs() -> None:
-    script, request = limited(81, Script(WINDOW), load_tokens=48)
+    script, request = limited(81, Script(WINDOW), max_load_tokens=48)
     script.answer(script.lookups()[0].ask, [0, 1, 2, 3, 4], [0, 1, 3, 4])
     assert script.matched(request) == (32, True), "the window of 48 lacks block 2, that of 80 none"
 
 
 def test_Q34_a_request_that_may_load_nothing_asks_nothing_and_is_stored() -> None:
-    for limits in ({"load_tokens": 0}, {"load_from": Tiers(memory=False)}):
+    for limits in ({"max_load_tokens": 0}, {"kv_load_tiers": Tiers(memory=False)}):
         script, request = limited(48, **limits)
         assert script.lookups() == []
         script.admit(request)
@@ -131,11 +131,11 @@ def test_Q34_a_request_that_may_load_nothing_asks_nothing_and_is_stored() -> Non
 
 
 def test_Q36_what_a_request_leaves_out_is_not_asked() -> None:
-    script, _ = limited(48, load_from=MEMORY_ONLY)
+    script, _ = limited(48, kv_load_tiers=MEMORY_ONLY)
     (lookup,) = script.lookups()
     assert lookup.memory_only
     assert not lookup.off_disk
-    script, _ = limited(48, store_in=MEMORY_ONLY)
+    script, _ = limited(48, kv_store_tiers=MEMORY_ONLY)
     (lookup,) = script.lookups()
     assert not lookup.memory_only
     assert lookup.off_disk
@@ -153,7 +153,7 @@ def test_Q36_other_stores_are_not_asked_for_a_request_that_leaves_them_out() -> 
     asked = []
     for tiers in (Tiers(), Tiers(peers=False)):
         script, request = Script(), Request("r", 48)
-        policy = NO_LIMITS._replace(load_from=tiers)
+        policy = NO_LIMITS._replace(kv_load_tiers=tiers)
         script.half.on_new_request(request, there, policy=policy)
         asked.append(script.lookups()[0].peer)
     assert asked == ["127.0.0.1:9500", ""]
@@ -163,26 +163,26 @@ def test_Q36_other_stores_are_not_asked_for_a_request_that_leaves_them_out() -> 
 
 
 def test_Q35_no_more_of_a_request_is_stored_than_its_first_tokens() -> None:
-    script, request = limited(64, store_tokens=40)
+    script, request = limited(64, max_offload_tokens=40)
     script.admit(request)
     assert script.indices(request, script.step(request, 64, [[1, 2, 3, 4]])) == [0, 1]
     script.half.request_finished("r", [[1, 2, 3, 4]])
     assert script.step().early == ()
 
 
-@pytest.mark.parametrize("prompt_only", [True, False])
-def test_Q35_what_a_request_generates_may_be_left_out(prompt_only: bool) -> None:
-    script, request = limited(40, prompt_only=prompt_only)
+@pytest.mark.parametrize("offload_prompt_only", [True, False])
+def test_Q35_what_a_request_generates_may_be_left_out(offload_prompt_only: bool) -> None:
+    script, request = limited(40, offload_prompt_only=offload_prompt_only)
     script.admit(request)
     table = [[1, 2, 3, 4]]
     assert script.indices(request, script.step(request, 40, table)) == [0, 1]
     request.num_tokens, request.block_hashes = 64, hashes(4)
     stored = script.indices(request, script.step(request, 24, table))
-    assert stored == ([] if prompt_only else [2, 3])
+    assert stored == ([] if offload_prompt_only else [2, 3])
 
 
 def test_Q35_a_request_that_stores_nothing_is_loaded() -> None:
-    for limits in ({"store_tokens": 0}, {"store_in": Tiers(memory=False)}):
+    for limits in ({"max_offload_tokens": 0}, {"kv_store_tiers": Tiers(memory=False)}):
         script, request = limited(49, **limits)
         script.answer(script.lookups()[0].ask, [0, 1])
         assert script.matched(request) == (32, True)
@@ -203,9 +203,9 @@ def test_Q36_blocks_that_stay_off_the_disk_have_jobs_of_their_own() -> None:
     script, tables = Script(), {"a": [[1, 2]], "b": [[3, 4]], "c": [[5, 6]]}
     for name, tiers in zip("abc", (Tiers(), MEMORY_ONLY, Tiers()), strict=True):
         request = Request(name, 32, name)
-        script.half.on_new_request(request, policy=NO_LIMITS._replace(store_in=tiers))
+        script.half.on_new_request(request, policy=NO_LIMITS._replace(kv_store_tiers=tiers))
         script.admit(request)
-    meta = script.half.build_meta(Step(dict.fromkeys("abc", 32), (), tables.get))
+    meta = script.half.build_meta(Step(dict.fromkeys("abc", 32), (), tables.__getitem__))
     found = [(job.engine.block_ids, job.off_disk) for job in meta.stores]
     assert found == [((1, 2), False), ((3, 4), True), ((5, 6), False)]
 
@@ -261,7 +261,7 @@ def test_Q40_a_tenants_requests_ask_and_store_under_names_of_its_own() -> None:
         script.admit(request)
     tags = [tag_of("one"), tag_of("two"), b""]
     assert [lookup.scope for lookup in script.lookups()] == tags
-    meta = script.half.build_meta(Step(dict.fromkeys("abc", 32), (), tables.get))
+    meta = script.half.build_meta(Step(dict.fromkeys("abc", 32), (), tables.__getitem__))
     keys = [make_key(block, 0, tag) for tag in tags for block in hashes(2)]
     assert [key for job in meta.stores for key in job.keys] == keys
     assert [key for job in meta.stores for key in job.parents] == [

@@ -232,7 +232,7 @@ def test_O13_a_block_that_two_requests_store_in_one_step_stays_fenced() -> None:
         run(script, request)
     (early,) = script.step(first, 16, [[1]]).stores
     tables = {"b": [[1]], "c": [[1]]}
-    jobs = script.half.build_meta(Step({"b": 16, "c": 16}, [], tables.get)).stores
+    jobs = script.half.build_meta(Step({"b": 16, "c": 16}, [], tables.__getitem__)).stores
     assert [block for job in jobs for block in job.engine.block_ids] == [1, 1]
     script.half.on_output({job.job_id: 1 for job in jobs}, [], [])
     assert script.step(written=[1]).flush == (early.job_id,)
@@ -397,7 +397,7 @@ def calls_of_a_step(blocks: dict[str, int]) -> int:
         run(script, request)
         script.step(request, 16, [[1]])
     tables = {name: [list(range(1, count + 2))] for name, count in blocks.items()}
-    step = Step({name: 16 * count for name, count in blocks.items()}, [], tables.get)
+    step = Step({name: 16 * count for name, count in blocks.items()}, [], tables.__getitem__)
     script.grant_credits(100)
     calls = 0
 
@@ -420,7 +420,7 @@ def calls_of_a_step(blocks: dict[str, int]) -> int:
 def test_a_step_takes_few_calls_for_a_block_and_none_for_one_of_a_run() -> None:
     """Most steps complete a block of some requests, or a long run of one."""
     few, many = (calls_of_a_step({f"r{n}": 1 for n in range(count)}) for count in (10, 30))
-    assert many - few <= 6 * 20
+    assert many - few <= 9 * 20
     assert calls_of_a_step({"r": 20}) == calls_of_a_step({"r": 60})
 
 

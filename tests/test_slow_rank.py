@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from connectors.copies.host import Copying, HostCopier, HostDevice, SlotMap
+from connectors.copies.host import Copying, Device, HostCopier, SlotMap
 from connectors.step_meta import Moves, StepMeta
 from kvstore.core.layout import RankLayout
 from kvstore.core.types import make_key
@@ -22,7 +22,7 @@ from tests.harness.worker_rig import Rig, heard
 SLOW = 1  # the rank that something happens to
 
 
-class Halting(HostDevice):
+class Halting(Device):
     """Its copies stop half-way while `go_on` is not set."""
 
     halted = False

@@ -452,7 +452,7 @@ def test_O16_an_engine_that_loses_its_store_publishes_that_blocks_have_left_memo
     script.client.detach("the store is gone")
     script.attach()
     assert script.client._heard < 0
-    assert not any(script.client.known.all_of([key]) for key in own)
+    assert not any(key in script.client.known for key in own)
     script.inbox.append(p.Answers(page=p.Page(there[:1], last=True)))
     script.step()
     steps = list[list[BlockEvent]]()

@@ -16,7 +16,6 @@ from connectors.engine_interface import Geometry, Step, is_one_full_group
 from connectors.kv_transfer_params import NO_TRANSFER, Transfer
 from connectors.step_loads import MEASURED_BYTES_MIN, START_BYTES, StepLoads
 from kvstore.core.types import GroupRule
-from kvstore.wire import engine as p
 from tests.harness.handover_rig import Node, node, prompt
 from tests.harness.live import LiveStore, eventually, store_settings
 from tests.harness.patience import WAIT_S
@@ -105,7 +104,7 @@ def test_O6_another_request_that_waits_is_not_held_up() -> None:
 def test_O6_a_request_that_was_not_announced_is_not_held_up() -> None:
     """One with an adapter, of which the engine only says that it runs."""
     script, request = idle_engine(), Request("r", 40)
-    script.half.build_meta(Step({"adapter": 1}, (), lambda _: None))
+    script.half.build_meta(Step({"adapter": 1}, (), lambda _: ()))
     script.arrive(request, [0, 1])
     assert script.matched(request) == (32, True)
     script.half.request_finished("adapter", [[]])
@@ -119,19 +118,6 @@ def test_O6_what_comes_from_a_lower_tier_is_waited_for_outside_the_step(tier: st
     (lookup,) = script.lookups()
     script.answer(lookup.ask, [0, 1], sources={tier: 1})
     assert script.matched(request) == (32, True)
-
-
-def test_O6_what_workers_read_from_a_peer_is_waited_for_outside_the_step() -> None:
-    script, request = idle_engine(), Request("r", 40)
-    script.half.on_new_request(request)
-    (lookup,) = script.lookups()
-    hit = p.Hit(*(_u32(values) for values in ([0, 1], [0, p.DIRECT], [7, 7])))
-    script.inbox.append(p.Answers(granted=(p.Granted(lookup.ask, 1, 30_000, (hit,)),)))
-    assert script.matched(request) == (32, True)
-
-
-def _u32(values: list[int]) -> bytes:
-    return b"".join(value.to_bytes(4, "little") for value in values)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_B13_heads_that_another_rank_writes_are_read_only(writes: bool) -> None:
     size, slots = 1024, SlotMap()
     memory = os.memfd_create("slots")
     os.truncate(memory, 2 * PAGE)
-    slots.add(1, MappedExtent(memory, 0, 1, PAGE, 2 * PAGE, PAGE))
+    slots.add(1, MappedExtent(memory, p.Extent(0, 0, 1, PAGE, PAGE, 2 * PAGE)))
     engine = torch.ones(2 * size, dtype=torch.uint8)
     run = LayerRun("layer", 0, size, writes)
     layout = RankLayout(PAGE, (GroupLayout(size, (run,)),))

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from connectors.step_meta import BLOCK, GROUP, PART, SLOT, Moves
 from kvstore.core.errors import NotSupported, TierError
 from kvstore.core.layout import GroupLayout, LayerRun, RankLayout
+from kvstore.wire.engine import Extent
 
 
 class LayerCache(msgspec.Struct, frozen=True):
@@ -99,20 +100,19 @@ class _Stack(msgspec.Struct):
 class MappedExtent:
     """A store's extent in this process."""
 
-    def __init__(
-        self, fd: int, first: int, count: int, slot_bytes: int, size: int, gens: int
-    ) -> None:
-        """Map the descriptor and close it. gens: offset of the generations."""
-        self.first, self.count, self.slot_bytes = first, count, slot_bytes
+    def __init__(self, fd: int, extent: Extent) -> None:
+        """Map the descriptor and close it."""
+        self.first, self.count, self.slot_bytes = extent.first, extent.count, extent.slot_bytes
         try:
-            self._map = mmap.mmap(fd, size)
+            self._map = mmap.mmap(fd, extent.bytes)
         finally:
             os.close(fd)
         self._map.madvise(mmap.MADV_DONTFORK)
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.address, self.bytes = self.data.data_ptr(), size
+        self.address, self.bytes = self.data.data_ptr(), extent.bytes
         self.data[:: mmap.PAGESIZE].sum()  # fault the pages in now, not in the first copy
-        self.generations = np.frombuffer(self._map, np.uint32, count, gens)
+        at = extent.generations_offset
+        self.generations = np.frombuffer(self._map, np.uint32, extent.count, at)
 
 
 class SlotMap:
@@ -207,16 +207,19 @@ class Device:
     link, copy     enter_thread() ---- first of all
     link thread    pin(extent) ... unpin(extent) ---- slot memory comes and goes
 
-    What a device does not define itself suits host memory: the engine has computed a step, and a
+    What a device does not define itself is for host memory: the engine has computed a step, and a
     copy has ended, when the call returns.
     """
+
+    def __init__(self, caches: dict[str, LayerCache]) -> None:
+        self._caches = caches
 
     def enter_thread(self) -> None:
         """Make the calling thread ready, which is never the engine's; safe to call twice."""
 
     def copier(self, layout: RankLayout) -> Copier:
         """Plan copies after a store's layout. Raises TierError for a layer that is not there."""
-        raise NotImplementedError
+        return HostCopier(self._caches, layout)
 
     def mark(self) -> int:
         """Name this point in what the engine computes; called from its step thread."""
@@ -240,17 +243,6 @@ class Device:
 
     def close(self) -> None:
         """Release everything; no copy is under way."""
-
-
-class HostDevice(Device):
-    """Engine tensors in host memory: the call that asks for a copy makes it."""
-
-    def __init__(self, caches: dict[str, LayerCache]) -> None:
-        self._caches = caches
-
-    def copier(self, layout: RankLayout) -> HostCopier:
-        """Plan copies after a store's layout. Raises TierError for a layer that is not there."""
-        return HostCopier(self._caches, layout)
 
 
 class HostCopier:
@@ -381,7 +373,7 @@ def device_of(caches: dict[str, LayerCache]) -> Device:
         raise NotSupported(f"KV tensors are on {names}, expected one device")
     kind = names[0].partition(":")[0]
     if kind == "cpu":
-        return HostDevice(caches)
+        return Device(caches)
     if kind == "cuda":
         from connectors.copies.gpu.device import CudaDevice  # noqa: PLC0415 - it loads cupy
 

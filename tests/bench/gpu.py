@@ -33,6 +33,7 @@ from kvstore.core.errors import NotSupported
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry, slot_layout
 from kvstore.core.types import GroupRule
 from kvstore.units import GIB, KIB, MIB
+from kvstore.wire import engine as p
 from tests.bench.report import Result, progress
 
 ROUNDS = 5
@@ -66,7 +67,7 @@ class Memory:
         self.end = self.cuda.new_event()
         fd = os.memfd_create("kvstore-bench")
         os.truncate(fd, size + 4096)
-        self.extent = MappedExtent(fd, 0, 1, size, size + 4096, size)
+        self.extent = MappedExtent(fd, p.Extent(0, 0, 1, size, size, size + 4096))
         self.extent.data[:size].copy_(self.storage)  # zeros may go faster
         whole = {"memory": self.cache(0, size, size)}
         self._pins = CudaDevice(whole, lambda: self.cuda, Choice((), ()))

@@ -18,7 +18,7 @@ from connectors import vllm, vllm_scheduler, worker, worker_copies
 from connectors.copies.host import LayerCache
 from connectors.step_meta import StepMeta
 from connectors.worker import WorkerHalf
-from connectors.worker_copies import LoadTask, Outcome, StoreTask
+from connectors.worker_copies import LoadTask, StoreTask
 from tests.engine.support import TROUBLES, Trouble, seen_file, wanted_file
 
 SLOW_S = 0.4
@@ -50,11 +50,11 @@ class TroubledCopies(worker_copies.Copies):
 
     caches: dict[str, LayerCache]
 
-    def _store(self, task: StoreTask) -> Outcome | None:
+    def _store(self, task: StoreTask) -> bool:
         with self._paused(Trouble.SLOW_STORE):
             return super()._store(task)
 
-    def _load(self, task: LoadTask) -> Outcome | None:
+    def _load(self, task: LoadTask) -> bool:
         job = wanted = task.job
         if wants(Trouble.REUSED):
             *others, last = job.generations
@@ -65,16 +65,17 @@ class TroubledCopies(worker_copies.Copies):
         task.job = job
         try:
             with self._paused(Trouble.SLOW_LOAD):
-                outcome = super()._load(task)
+                over = super()._load(task)
         finally:
             task.job = wanted
         if wants(Trouble.FORGETFUL):
             self._forget_one(job.engine.block_ids)
-        return outcome
+        return over
 
-    def _loaded(self, *args: Any) -> Outcome:
+    def _loaded(self, task: LoadTask, *args: Any) -> None:
         """Leave what fits in a step as it is at first, however slow this machine copies."""
-        return msgspec.structs.replace(super()._loaded(*args), seconds=0.0)
+        super()._loaded(task, *args)
+        task.seconds = 0.0
 
     def _forget_one(self, blocks: Sequence[int]) -> None:
         for cache in self.caches.values():

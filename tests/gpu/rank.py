@@ -14,6 +14,7 @@ from connectors.copies.gpu.device import CudaDevice
 from connectors.copies.host import LayerCache, MappedExtent, SlotMap
 from kvstore.core.layout import GroupGeometry, LayerGeometry, Move, RankGeometry, slot_layout
 from kvstore.core.types import GroupRule
+from kvstore.wire import engine as p
 from tests.harness.gpu_layouts import CHOICES
 from tests.harness.moves import rows
 
@@ -60,7 +61,9 @@ def run(fd: int, rank: int, world: int, *, store: bool, device: str = "cuda") ->
         f"layer.{i}": LayerCache(storage, i * BLOCKS * page, page, page) for i in range(LAYERS)
     }
     layout = slot_layout([geometry(number, world) for number in range(world)]).ranks[rank]
-    extent = MappedExtent(fd, 0, BLOCKS, layout.slot_bytes, extent_bytes(), BLOCKS * SLOT_BYTES)
+    extent = MappedExtent(
+        fd, p.Extent(0, 0, BLOCKS, layout.slot_bytes, BLOCKS * SLOT_BYTES, extent_bytes())
+    )
     slots = SlotMap()
     slots.add(0, extent)
     gpu = CudaDevice(caches, choice=CHOICES["kernel"])

@@ -27,6 +27,7 @@ from kvstore.core.layout import (
     slot_layout,
 )
 from kvstore.core.types import GroupRule
+from kvstore.wire import engine as p
 
 Bytes = NDArray[np.uint8]
 
@@ -204,7 +205,7 @@ def extent_of(count: int, slot_bytes: int, first: int = 0) -> MappedExtent:
     total = size + -(-4 * count // PAGE) * PAGE
     fd = os.memfd_create("slots")
     os.truncate(fd, total)
-    made = MappedExtent(fd, first, count, slot_bytes, total, size)
+    made = MappedExtent(fd, p.Extent(0, first, count, slot_bytes, size, total))
     made.data.fill_(POISON)
     return made
 

@@ -71,8 +71,10 @@ class Script:
 
     def build_meta(self, step: Step) -> StepMeta:
         tables = {name: step.table(name) for name in step.scheduled}
-        kept = {name: [list(row) for row in table or ()] for name, table in tables.items()}
-        self.steps.append(Step(dict(step.scheduled), list(step.written), kept.get, step.preempted))
+        kept = {name: [list(row) for row in table] for name, table in tables.items()}
+        self.steps.append(
+            Step(dict(step.scheduled), list(step.written), kept.__getitem__, step.preempted)
+        )
         return StepMeta()
 
     def on_output(

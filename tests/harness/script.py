@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from connectors.engine_interface import BlockTable, Geometry, Step
@@ -243,10 +243,9 @@ class Script:
     ) -> StepMeta:
         """One step in which at most one request computes; its progress is booked afterwards."""
         if request is None:
-            return self.half.build_meta(Step({}, written, lambda _: None))
+            return self.half.build_meta(Step({}, written, lambda _: ()))
         scheduled = {request.request_id: tokens}
-        find: Callable[[str], BlockTable | None] = {request.request_id: table}.get
-        meta = self.half.build_meta(Step(scheduled, written, find))
+        meta = self.half.build_meta(Step(scheduled, written, lambda _: table))
         request.num_computed_tokens += tokens
         return meta
 

@@ -54,9 +54,9 @@ class Scheduler:
                 request.drafts = self._shape.drafts
         return Batch(meta, works, self._fresh, self._hits)
 
-    def _table(self, request_id: str) -> list[list[int]] | None:
-        work = self._works.get(request_id)
-        return None if work is None else self._tables.shown(work.request, work.end)
+    def _table(self, request_id: str) -> list[list[int]]:
+        work = self._works[request_id]
+        return self._tables.shown(work.request, work.end)
 
     # Who runs
 

@@ -22,7 +22,6 @@ is queued on the compute stream behind the fence.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -156,18 +155,17 @@ class GpuCopier:
     ) -> None:
         """lanes: by whether they store. Raises TierError for a layer that is not there."""
         self._lanes = lanes
-        self._ways: dict[bool, list[_Way]] = {}
-        self._plans: dict[bool, tuple[GroupPlan, ...]] = {}
-        for store, lane in lanes.items():
-            self._plans[store] = plans(layout, caches, store=store)
-            self._ways[store] = [
+        self._ways = {
+            store: [
                 _Way(
                     plan,
                     cuda.table(plan.tiles, lane.stream),
                     choice.thread_blocks(plan.run_bytes, store=store),
                 )
-                for plan in self._plans[store]
+                for plan in plans(layout, caches, store=store)
             ]
+            for store, lane in lanes.items()
+        }
 
     def copy(self, moves: Moves, slots: SlotMap, *, store: bool, after: int = 0) -> Queued:
         """Queue copies engine -> slots (store) or slots -> engine, behind mark `after`.
@@ -175,25 +173,21 @@ class GpuCopier:
         Raises TierError with nothing queued. What fails half-way is told by over(), once what was
         queued has ended.
         """
-        lane = self._lanes[store]
-        places = places_of(moves, slots, self._plans[store])
+        lane, ways = self._lanes[store], self._ways[store]
+        places = places_of(moves, slots, [way.plan for way in ways])
         lane.after(after)
         moved, error = 0, None
         try:
             for group, rows in places:
-                way = self._ways[store][group]
-                if len(way.plan.runs):
-                    self._queue(lane, way, rows)
-                    moved += way.plan.block_bytes * len(rows)
+                way = ways[group]
+                if way.blocks and len(way.plan.runs):
+                    lane.launch(way.tiles, len(way.plan.tiles), rows, way.blocks)
+                elif len(way.plan.runs):
+                    lane.copy(way.plan.runs, rows)
+                moved += way.plan.block_bytes * len(rows)
         except TierError as exc:
             error = exc
         return Queued(moved, lane, lane.close_job(), error)
-
-    def _queue(self, lane: Lane, way: _Way, places: Words) -> None:
-        if way.blocks:
-            lane.launch(way.tiles, len(way.plan.tiles), places, way.blocks)
-        else:
-            lane.copy(way.plan.runs, places)
 
 
 class CudaDevice(Device):
@@ -212,15 +206,13 @@ class CudaDevice(Device):
         index = next(iter(caches.values())).storage.device.index or 0
         self._make: Callable[[], Cuda] = partial(Cuda, index) if make is None else make
         self._cuda = self._make()
-        self._caches = caches
+        super().__init__(caches)
         self._copiers: dict[RankLayout, GpuCopier] = {}  # tables on the device stay
         self._choice = choice
         self._lanes = {store: Lane(self._cuda, store=store) for store in (True, False)}
         self._marks = [self._cuda.new_event() for _ in range(MARKS)]
         self._mark = 0
         self._pins = Pins(self._cuda)
-        self._closing = threading.Lock()
-        self._closed = False
 
     def enter_thread(self) -> None:
         """Keep the calling thread from spoiling CUDA graphs, which engines capture as they start.
@@ -280,7 +272,4 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         """Give back streams, events and memory; safe to call twice."""
-        with self._closing:
-            if not self._closed:
-                self._closed = True
-                self._cuda.close()
+        self._cuda.close()

@@ -34,13 +34,8 @@ CLEARLY = 1.25
 _ASK_S = 0.0002
 
 
-class Rate(msgspec.Struct, frozen=True):
-    """Bytes a second of runs of one size in one direction; thread_blocks 0: the copy engines."""
-
-    store: bool
-    run_bytes: int
-    thread_blocks: int
-    bytes_per_s: float
+Rates = dict[bool, dict[int, dict[int, float]]]
+"""Bytes a second: by whether they store, run size, and thread blocks, 0: the copy engines."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -80,27 +75,21 @@ def measured(make: Callable[[], Cuda]) -> Choice:
     return choice
 
 
-def chosen(found: list[Rate]) -> Choice:
+def chosen(found: Rates) -> Choice:
     """Choose from what was measured."""
-    return Choice(_rows(found, store=True), _rows(found, store=False))
+    return Choice(_rows(found[True]), _rows(found[False]))
 
 
-def _rows(found: list[Rate], *, store: bool) -> tuple[tuple[int, int], ...]:
+def _rows(found: dict[int, dict[int, float]]) -> tuple[tuple[int, int], ...]:
     rows = []
-    for size in sorted({rate.run_bytes for rate in found}):
-        here = {
-            rate.thread_blocks: rate.bytes_per_s
-            for rate in found
-            if rate.store is store and rate.run_bytes == size
-        }
-        engines = here.pop(0)
-        best = max(here.values())
-        few = min(blocks for blocks, speed in here.items() if speed >= NEARLY * best)
-        rows.append((size, few if here[few] > CLEARLY * engines else 0))
+    for size, speeds in found.items():
+        enough = NEARLY * max(speed for blocks, speed in speeds.items() if blocks)
+        few = min(blocks for blocks, speed in speeds.items() if blocks and speed >= enough)
+        rows.append((size, few if speeds[few] > CLEARLY * speeds[0] else 0))
     return tuple(rows)
 
 
-def rates(cuda: Cuda) -> list[Rate]:
+def rates(cuda: Cuda) -> Rates:
     """Measure every size, direction and engine; the best of a few rounds each."""
     stream, begin, end = cuda.new_stream(), cuda.new_event(timing=True), cuda.new_event(timing=True)
     device, host = cuda.memory(BYTES), cuda.pinned(BYTES)
@@ -117,7 +106,7 @@ def rates(cuda: Cuda) -> list[Rate]:
             best = min(best, cuda.milliseconds(begin, end))
         return best / 1000
 
-    found = []
+    found: Rates = {True: {}, False: {}}
     for size in RUN_SIZES:
         count = min(RUNS_MAX, MOVED // size)
         runs = np.array([[device, size, 0, size]], np.uint64)
@@ -127,13 +116,14 @@ def rates(cuda: Cuda) -> list[Rate]:
         numbers = np.arange(count, dtype=np.uint64) % np.uint64(BYTES // size)
         places[:, 0] = host.ctypes.data + numbers * np.uint64(size)
         places[:, 1] = numbers
-        for store in (True, False):
+        for store, by_size in found.items():
+            by_size[size] = {}
             for blocks in (0, *THREAD_BLOCKS):
                 launch = Launch(table, len(tiles), places.ctypes.data, count, store, blocks)
                 work = partial(cuda.launch, launch, stream)
                 if not blocks:
                     work = partial(_copy, cuda, stream, runs, places, store=store)
-                found.append(Rate(store, size, blocks, count * size / timed(work)))
+                by_size[size][blocks] = count * size / timed(work)
     return found
 
 

@@ -7,6 +7,7 @@ ends, since a copy engine refuses a range that lies in two registrations.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import resource
@@ -33,7 +34,9 @@ class Pins:
         self._clock = clock
         self._pieces: dict[int, list[tuple[int, int]]] = {}  # extent's address -> address, bytes
         self._logged = clock()
-        self._node = _node_of(cuda)  # None: not known, or it was told already
+        self._node: int | None = None  # not known, or it was told already
+        with contextlib.suppress(TierIOError):  # it is for a line in the log only
+            self._node = numa.node_of_gpu(cuda.bus_id())
 
     @property
     def bytes(self) -> int:
@@ -116,13 +119,6 @@ class Pins:
                 sum(size for _, size in left) >> 20,
                 refused,
             )
-
-
-def _node_of(cuda: Cuda) -> int | None:
-    try:
-        return numa.node_of_gpu(cuda.bus_id())
-    except TierIOError:  # it is for a line in the log only
-        return None
 
 
 def pieces_of(extent: MappedExtent) -> list[tuple[int, int]]:

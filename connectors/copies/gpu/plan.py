@@ -11,7 +11,7 @@ item with number i moves tile i % tiles of place i // tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -112,9 +112,7 @@ def tiles_of(runs: Words, tile_bytes: int = TILE_BYTES) -> Words:
     return np.array(rows, np.uint64).reshape(len(rows), len(RUN))
 
 
-def places_of(
-    moves: Moves, slots: SlotMap, groups: tuple[GroupPlan, ...]
-) -> list[tuple[int, Words]]:
+def places_of(moves: Moves, slots: SlotMap, groups: Sequence[GroupPlan]) -> list[tuple[int, Words]]:
     """Return the places of a job by group, blocks in the job's order.
 
     Raises TierError for a slot that is not mapped and a block that the engine does not have: an
