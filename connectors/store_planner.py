@@ -24,6 +24,7 @@ from connectors.store_client import StoreClient
 from kvstore.core.types import make_key
 
 JOB_BLOCKS_MAX = 64  # a fence waits for whole jobs
+RUN_BLOCKS_MIN = 4  # fewer are gathered one by one
 
 
 class _GroupBatch(msgspec.Struct):
@@ -37,6 +38,17 @@ class _GroupBatch(msgspec.Struct):
     slots: list[int] = []
     keys: list[bytes] = []
     parents: list[bytes] = []
+
+    def add(
+        self, ids: Sequence[int], slots: Iterable[int], keys: list[bytes], parent_hash: bytes
+    ) -> None:
+        """Gather consecutive blocks. parent_hash: of the block before them, b"" for none."""
+        self.ids += ids
+        self.slots += slots
+        self.keys += keys
+        first = parent_hash + self.suffix if parent_hash and not self.rooted else b""
+        self.parents.append(first)
+        self.parents += [b""] * (len(keys) - 1) if self.rooted else keys[:-1]
 
     def clear(self) -> None:
         """Start the next job."""
@@ -99,7 +111,9 @@ class StorePlanner:
         client, request = self._client, tracked.request
         if not client.session:
             return 0
-        size, end = self._geometry.block_tokens, self.count_complete(tracked, computed)
+        size = self._geometry.block_tokens
+        hashed = len(request.block_hashes) * self._geometry.hash_tokens
+        end = min(computed, hashed, tracked.store_tokens) // size
         if tracked.cursor < end:
             self._gather(tracked, end, table(request.request_id) if client.credits else ())
             if tracked.cursor < end:
@@ -124,11 +138,19 @@ class StorePlanner:
             self._use(tracked)
         first, free, groups = tracked.cursor, self._client.credits, len(self._batches)
         while first < end and len(free) >= groups:
-            stop = min(end, first + JOB_BLOCKS_MAX, first + len(free) // groups)
             if first < tracked.doubted.stop:
-                self.forget_known(tracked, first, stop)
-            self._gather_run(tracked, first, stop, table)
-            first = stop
+                self.forget_known(tracked, first, min(end, first + JOB_BLOCKS_MAX))
+            if first + 1 == end:  # most steps complete one block of a request
+                self._gather_block(tracked, first, table)
+                first = end
+            else:
+                stop = min(end, first + JOB_BLOCKS_MAX, first + len(free) // groups)
+                if stop - first < RUN_BLOCKS_MIN or not self._gather_run(
+                    tracked, first, stop, table
+                ):
+                    for index in range(first, stop):
+                        self._gather_block(tracked, index, table)
+                first = stop
             if self._gathered >= JOB_BLOCKS_MAX * groups:
                 self._close_job()
         tracked.cursor = first
@@ -151,47 +173,62 @@ class StorePlanner:
         self._apart = tracked.apart
         self.use_scope(self._scope)
 
-    def _gather_run(self, tracked: TrackedRequest, first: int, end: int, table: BlockTable) -> None:
-        """Gather those of blocks first..end-1 that a group has and its store lacks.
-
-        Most runs are new or known as a whole. What is known goes to be the last to be forgotten.
-        """
-        every, size = self._hashes_per_block, end - first
-        known, before = self._client.known, self._gathered
+    def _gather_run(self, tracked: TrackedRequest, first: int, end: int, table: BlockTable) -> bool:
+        """Gather a run that each group has as a whole, new or not at all; False if one does not."""
+        every, client = self._hashes_per_block, self._client
         hashes = tracked.request.block_hashes[(first + 1) * every - 1 : end * every : every]
         parent_hash = tracked.request.block_hashes[first * every - 1] if first else b""
-        for batch, present in zip(self._batches, tracked.present, strict=True):
-            per_block, suffix = batch.engine_blocks, batch.suffix
-            ids = table[batch.group][first * per_block : end * per_block]
-            keys = [block_hash + suffix for block_hash in hashes]
-            new, whole = known.none_of(keys), len(ids) == size * per_block and 0 not in ids
-            if new and whole and (first >= present.end or not present.any_of(first, end)):
-                self._add(batch, ids, keys, parent_hash)
-            elif not any(ids) or present.run(first, end) is not None:
+        runs = []
+        for batch in self._batches:
+            ids = table[batch.group][first * batch.engine_blocks : end * batch.engine_blocks]
+            present = tracked.present[batch.group]
+            if not any(ids) or present.run(first, end) is not None:
                 continue
-            elif not new and all(key in known for key in keys):  # the engine's own cache had them
-                known.add(keys)
-            else:
-                for n, key in enumerate(keys):
-                    own = ids[n * per_block : (n + 1) * per_block]
-                    whole = len(own) == per_block and 0 not in own
-                    if whole and first + n not in present and key not in known:
-                        self._add(batch, own, [key], hashes[n - 1] if n else parent_hash)
-        if self._gathered > before:
+            suffix = batch.suffix
+            keys = [block_hash + suffix for block_hash in hashes]
+            new = client.known.none_of(keys)
+            if not new and all(
+                key in client.known for key in keys
+            ):  # the engine's own cache had them
+                client.known.add(keys)  # the last to be forgotten
+                continue
+            whole = len(ids) == (end - first) * batch.engine_blocks and 0 not in ids
+            if not new or not whole or present.any_of(first, end):
+                return False
+            runs.append((batch, ids, keys))
+        for batch, ids, keys in runs:
+            slots = [client.credits.popleft() for _ in keys]
+            batch.add(ids, slots, keys, parent_hash)
+            self._gathered += len(keys)
+        if runs:
             self._events.stored(tracked.request, first, end)
+        return True
 
-    def _add(
-        self, batch: _GroupBatch, ids: Sequence[int], keys: list[bytes], parent_hash: bytes
-    ) -> None:
-        """Gather consecutive blocks. parent_hash: of the block before them, b"" for none."""
-        free = self._client.credits
-        for _ in keys:
-            batch.slots.append(free.popleft())
-        batch.ids += ids
-        batch.keys += keys
-        first = parent_hash + batch.suffix if parent_hash else b""
-        batch.parents += [b""] * len(keys) if batch.rooted else [first, *keys[:-1]]
-        self._gathered += len(keys)
+    def _gather_block(self, tracked: TrackedRequest, index: int, table: BlockTable) -> None:
+        """Gather one block, of every group that has it and whose store lacks it."""
+        hashes, every = tracked.request.block_hashes, self._hashes_per_block
+        last, before = (index + 1) * every - 1, self._gathered
+        block_hash = hashes[last]
+        parent_hash = hashes[last - every] if index else b""
+        free, known = self._client.credits, self._client.known
+        for batch, present in zip(self._batches, tracked.present, strict=True):
+            per_block = batch.engine_blocks
+            ids = table[batch.group][index * per_block : (index + 1) * per_block]
+            key = block_hash + batch.suffix
+            if (
+                len(ids) == per_block
+                and 0 not in ids
+                and (index >= present.end or index not in present)
+                and key not in known
+            ):
+                batch.ids += ids
+                batch.slots.append(free.popleft())
+                batch.keys.append(key)
+                rooted = batch.rooted or not parent_hash
+                batch.parents.append(b"" if rooted else parent_hash + batch.suffix)
+                self._gathered += 1
+        if self._gathered > before:
+            self._events.stored(tracked.request, index, index + 1)
 
     def has_partial(self, partial: PartialBlock, table: BlockTable) -> bool:
         """Return True if all groups have the engine blocks of a partly filled last block."""
@@ -224,7 +261,9 @@ class StorePlanner:
         if tracked.apart != self._apart:
             self._use(tracked)
         for batch, ids in zip(self._batches, self._ids_of(partial, table), strict=True):
-            self._add(batch, ids, [partial.hash + batch.suffix], parent_hash)
+            key = partial.hash + batch.suffix
+            batch.add(ids, [client.credits.popleft()], [key], parent_hash)
+            self._gathered += 1
         self._close_job(partial_blocks=1)
         return True
 

@@ -34,7 +34,9 @@ LATE: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("late_stores -k without_slots", "return False, len(held)", "return True, len(held)"),
         ("late_stores -k asks_again_once", "frozenset(job.keys)", "frozenset[bytes]()"),
     ),
-    "connectors/store_planner.py": (("late_stores -k last_to_be_forgotten", "known.add(keys)"),),
+    "connectors/store_planner.py": (
+        ("late_stores -k last_to_be_forgotten", "client.known.add(keys)"),
+    ),
     "connectors/store_client.py": (
         (
             "events -k published_once",
