@@ -38,9 +38,10 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "tiers/object/health.py": (
         ("object_tier -k Q72_a_bucket", "elif at_once or self._rows[verb] >= FAILURES_MAX:"),
         ("object_tier -k Q72_objects", "del self._rows[verb]", "self._rows.clear()"),
-        ("object_tier -k Q72_a_bucket", "            self.reads.good(verb)", "            pass"),
-        ("object_tier -k Q73", "            self.writes.good(verb)", "            pass"),
-        ("object_tier -k Q73", "            self.writes.bad(", "            print("),
+        ("object_tier -k Q72_a_bucket", "            switch.good(verb)", "            pass"),
+        ("object_tier -k Q73", "self.writes if verb == PUT else self.reads", "self.reads"),
+        ("object_tier -k Q73", "(OK,) if verb == PUT else ", ""),
+        ("object_tier -k Q73", "at_once=outcome not in FAILED", "at_once=False"),
     ),
     "tiers/object/bucket.py": (
         (
@@ -51,15 +52,16 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_tier -k Q72_an_object_in", "CORRUPT if _ARCHIVED in str(exc) else ", ""),
         ("object_tier -k Q72_a_refusal", "asked=not request.changes", "asked=True"),
         ("object_tier -k Q72_a_refusal", 'f"{text} ({_TO_LIST})"', "text"),
-        ("object_tier -k Q74_a_put_that_asks", "now_ns, 2 - anew", "now_ns"),
+        ("object_tier -k Q74_a_put_that_asks", "spend(2 - anew)", "spend(1)"),
         ("object_tier -k Q74_questions", "self._crowded or", ""),
         ("object_tier -k Q74_questions", "count >= LOOKS_MIN and", ""),
         ("object_tier -k Q74_questions", "if request.wanted is not None and not request.wanted():"),
         ("object_tier -k Q74_a_day", "not self.budget.left(now_ns) or ", ""),
         ("object_tier -k Q73_no_trial", " or not writes.due(now_s)", ""),
         ("object_store -k Q72_a_store_that", "if self.ends or self", "if self"),
-        ("object_tier -k Q74_a_second", "if self._left < 1:"),
-        ("object_tier -k Q74_a_second", " or not self._rate.take(now_ns)", ""),
+        ("object_tier -k Q74_a_second", "        if not self._requests.left(now_ns):"),
+        ("object_tier -k Q74_a_second", " or not self._requests.left(now_ns)", ""),
+        ("object_tier -k Q72_the_reason_has", "if cause:"),
         ("object_tier -k Q71_an_object", "size != request.size:", "size < request.size:"),
     ),
     "tiers/object/known.py": (
@@ -111,7 +113,7 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_tier -k Q74_a_put_that_asks", "anew=known is False)", "anew=False)"),
         ("object_tier -k Q74_what_waits", "if len(self._queue) >= QUEUE_MAX:"),
         ("object_tier -k Q74_what_waits", "or len(self._searches) >= SEARCHES_MAX", ""),
-        ("object_tier -k Q77_a_clear", " and clears == self._clears", ""),
+        ("object_tier -k Q77_a_clear", "clears == self._clears:", "True:"),
         ("object_tier -k Q77_after", "        self._known.clear()", "        pass"),
     ),
     "tiers/object/refusals.py": (
