@@ -46,7 +46,8 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "tiers/object/bucket.py": (
         (
             "object_tier -k Q72_a_bucket",
-            "if self._closed or (self.health.off and not trial):",
+            "unwanted or self._closed or (self.health.off and request.name != TRIAL)",
+            "unwanted or self._closed",
         ),
         ("object_tier -k Q72_a_bucket", "if self.health.off and self.health.reads.may_try(now_s):"),
         ("object_tier -k Q72_an_object_in", "CORRUPT if _ARCHIVED in str(exc) else ", ""),
@@ -55,11 +56,11 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_tier -k Q74_a_put_that_asks", "spend(2 - anew)", "spend(1)"),
         ("object_tier -k Q74_questions", "self._crowded or", ""),
         ("object_tier -k Q74_questions", "count >= LOOKS_MIN and", ""),
-        ("object_tier -k Q74_questions", "if request.wanted is not None and not request.wanted():"),
+        ("object_tier -k Q74_questions", "if unwanted or", "if"),
         ("object_tier -k Q74_a_day", "not self.budget.left(now_ns) or ", ""),
         ("object_tier -k Q73_no_trial", " or not writes.due(now_s)", ""),
         ("object_store -k Q72_a_store_that", "if self.ends or self", "if self"),
-        ("object_tier -k Q74_a_second", "        if not self._requests.left(now_ns):"),
+        ("object_tier -k Q74_a_second", "if not self._requests.left(now_ns):"),
         ("object_tier -k Q74_a_second", " or not self._requests.left(now_ns)", ""),
         ("object_tier -k Q72_the_reason_has", "if cause:"),
         ("object_tier -k Q71_an_object", "size != request.size:", "size < request.size:"),
@@ -125,7 +126,11 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if days and kept and not any",
             "if days and False and not any",
         ),
-        ("object_check -k exist", "if any(code in str(exc) for code in _NO_BUCKET):"),
+        (
+            "object_check -k exist",
+            " if any(code in str(exc) for code in _NO_BUCKET) else ",
+            " if False else ",
+        ),
         (
             "object_check -k exist",
             "except (BotoCoreError, ValueError) as exc:",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import obstore
-from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
 from kvstore.config import ObjectConfig
@@ -170,7 +170,7 @@ class Bucket:
                 self.health.ended(request.verb, request.outcome, request.why, now_s)
                 request.ended(request)
         if self.health.off and self.health.reads.may_try(now_s):
-            self.submit(Request(HEAD, TRIAL, lambda _: None, anew=True))
+            self.submit(Request(HEAD, TRIAL, lambda _: None))
 
     def close(self) -> None:
         """Send nothing more, and wait for what was sent."""
@@ -181,17 +181,14 @@ class Bucket:
     # On threads
 
     def _run(self, request: Request) -> Request:
-        trial = request.verb == HEAD and request.anew
-        if self._closed or (self.health.off and not trial):
+        unwanted = request.wanted is not None and not request.wanted()
+        if unwanted or self._closed or (self.health.off and request.name != TRIAL):
             request.outcome, request.why = UNSENT, "the bucket is not used now"
-            return request
-        if request.wanted is not None and not request.wanted():
-            request.outcome, request.why = UNSENT, "the search that asked is over"
             return request
         began_s = time.monotonic()
         try:
             self._make(request)
-        except (NotFoundError, FileNotFoundError) as exc:
+        except FileNotFoundError as exc:
             request.outcome, request.why = MISSING, reason_of(exc)
         except _REFUSALS as exc:
             request.outcome = CORRUPT if _ARCHIVED in str(exc) else REFUSED
@@ -223,7 +220,7 @@ class Bucket:
         """Tell whether another store has put it."""
         try:
             _check(request, obstore.head(self._moves, request.name)["size"])
-        except (NotFoundError, FileNotFoundError, BlockCorrupt):
+        except (FileNotFoundError, BlockCorrupt):
             return False
         return True
 
