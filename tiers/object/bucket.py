@@ -150,11 +150,8 @@ class Bucket:
     def may_put(self, now_ns: int, *, anew: bool) -> bool:
         """Tell whether to put an object, and count that, and unless anew the question before it."""
         writes, now_s = self.health.writes, now_ns / 1e9
-        if self.ends or self.health.off:
-            return False
-        if not self.budget.left(now_ns) or not writes.due(now_s):
-            return False
-        if not self._requests.left(now_ns):
+        blocked = self.ends or self.health.off or not writes.due(now_s)
+        if blocked or not self.budget.left(now_ns) or not self._requests.left(now_ns):
             return False
         self._requests.spend(2 - anew)
         return writes.may_try(now_s)
