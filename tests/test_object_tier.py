@@ -15,7 +15,7 @@ import pytest
 from kvstore.config import ObjectConfig, parse
 from kvstore.core.copy_queue import RunQueue
 from kvstore.core.errors import BlockCorrupt, TierIOError
-from kvstore.core.tier import TierContext
+from kvstore.core.tier import SlotMemory, Tier, TierContext
 from kvstore.core.types import (
     BlockKey,
     Chain,
@@ -177,23 +177,24 @@ def chain(blocks: int, text: str = "a", groups: int = 1, scope: bytes = b"") -> 
 class TestObjectTier(TierContract):
     """With runs of one block, whatever is stored can be found by its key."""
 
+    secret: bytes | None = None
+
     @pytest.fixture
     def tier(self, context: TierContext, s3: S3Server) -> Iterator[ObjectTier]:
-        bucket = Bucket(settings(s3.endpoint, run=SLOT_BYTES), None)
+        bucket = Bucket(settings(s3.endpoint, run=SLOT_BYTES), self.secret)
         tier = ObjectTier(context, bucket)
         yield tier
         tier.close()
         bucket.close()
 
+    def stock(self, tier: Tier, memory: SlotMemory, numbers: Sequence[int]) -> None:
+        """A job is a run."""
+        for number in numbers:
+            super().stock(tier, memory, [number])
 
-class TestEncryptedObjectTier(TierContract):
-    @pytest.fixture
-    def tier(self, context: TierContext, s3: S3Server) -> Iterator[ObjectTier]:
-        bucket = Bucket(settings(s3.endpoint, run=SLOT_BYTES), SECRET)
-        tier = ObjectTier(context, bucket)
-        yield tier
-        tier.close()
-        bucket.close()
+
+class TestEncryptedObjectTier(TestObjectTier):
+    secret = SECRET
 
 
 @pytest.mark.parametrize("blocks", [0, 3, 4, 7, 20, 27, 31])
@@ -403,6 +404,33 @@ def test_Q72_the_reason_names_what_the_storage_says(
     assert "s3:ListBucket" not in line
 
 
+@pytest.mark.parametrize(
+    ("debug", "cause"),
+    [
+        ('Os { code: 111, kind: ConnectionRefused, message: "Connection refused" }', "refused"),
+        ('"dns error", Custom { error: "Name or service not known" }', "service not known"),
+        ("error: InvalidCertificate(\n    UnknownIssuer,\n)", "UnknownIssuer"),
+        ("HttpError { kind: Timeout, source: reqwest::Error", "Timeout"),
+        ("", "error sending request"),
+    ],
+)
+def test_Q72_the_reason_has_the_cause_that_the_client_hides(debug: str, cause: str) -> None:
+    """Its first line says that the request failed, whether a port, a name or a CA is wrong."""
+    found = of_bucket.reason_of(OSError(f"HTTP error: error sending request\n\n{debug}"))
+    assert found.startswith("HTTP error: error sending request")
+    assert found.endswith(cause)
+
+
+def test_Q72_a_port_where_none_listens_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    path = chain(4)
+    with Rig("http://127.0.0.1:1") as rig:
+        rig.know(path, 4)
+        for _ in range(of_health.FAILURES_MAX):
+            rig.load(path.keys_at(0, range(4)))
+    (line,) = [r.message for r in caplog.records if r.levelname == "ERROR"]
+    assert "error sending request: Connection refused;" in line
+
+
 @pytest.mark.parametrize(("outcome", "times"), [("timeout", 3), ("refused", 1)])
 def test_Q72_objects_that_do_not_come_switch_off_though_questions_are_answered(
     outcome: str, times: int
@@ -412,9 +440,9 @@ def test_Q72_objects_that_do_not_come_switch_off_though_questions_are_answered(
 
     def fail(times: int) -> None:
         for _ in range(times):
-            health.read("head", "ok", "", now_s)
+            health.ended("head", "ok", "", now_s)
             assert health.state == "ok"
-            health.read("get", outcome, "why", now_s)
+            health.ended("get", outcome, "why", now_s)
         assert health.state == "off"
 
     fail(times)
@@ -423,8 +451,8 @@ def test_Q72_objects_that_do_not_come_switch_off_though_questions_are_answered(
         now_s += wait_s
         assert health.reads.may_try(now_s)
         fail(1)
-    health.read("head", "missing", "", now_s)
-    health.read("get", "ok", "", now_s)
+    health.ended("head", "missing", "", now_s)
+    health.ended("get", "ok", "", now_s)
     fail(times)
     assert health.reads.may_try(now_s + 5.0)
 

@@ -14,30 +14,33 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import obstore
-from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
 from kvstore.config import ObjectConfig
 from kvstore.core.errors import BlockCorrupt, ConfigError
 from kvstore.core.write_budget import WriteBudget
 from kvstore.units import one_line
-from tiers.object.health import CORRUPT, MISSING, OK, REFUSED, Health
+from tiers.object.health import CORRUPT, GET, HEAD, MISSING, OK, PUT, REFUSED, Health
 from tiers.runner import Runner
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, RetryConfig
+    from obstore.store import ClientConfig, RetryConfig, S3Config
 
 LOOK_S = 1.0  # for a question whether an object is there
 LOOK_THREADS = 8
 LOOKS_MIN = 2 * LOOK_THREADS  # questions that may be open in any case
 LOOKS_WAIT_S = 0.5  # no further one may, where it would wait longer than this for a thread
+_SECOND_NS = 1_000_000_000
 TRIAL = "v1/trial"  # an object that is asked for only to see whether the bucket answers
 _REFUSALS = (PermissionDeniedError, UnauthenticatedError)
 _ARCHIVED = "InvalidObjectState"  # it is there, and cannot be read
-HEAD, GET, PUT = "head", "get", "put"
 UNSENT, TIMEOUT, ERROR = "unsent", "timeout", "error"
 _WHY_MAX = 300
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_CAUSE = re.compile(
+    r'(?:message|error): "([^"]{1,99})"|InvalidCertificate\(\s*(\w{1,64})|kind: (Timeout),'
+)
 _TO_LIST = (
     "without the right to list (s3:ListBucket) what is missing is refused, too: see kvstore check"
 )
@@ -67,25 +70,6 @@ class Request(msgspec.Struct, eq=False):
     took_s: float = 0.0
 
 
-class Rate:
-    """Requests per second: as many as of one second may come at once."""
-
-    def __init__(self, per_s: int) -> None:
-        self._per_s = self._left = float(per_s)
-        self._last_ns: int | None = None
-
-    def take(self, now_ns: int, count: int = 1) -> bool:
-        """Tell whether one more may be made now, and count it, or so many of which it is one."""
-        if self._last_ns is not None:
-            earned = (now_ns - self._last_ns) * self._per_s / 1e9
-            self._left = min(self._per_s, self._left + earned)
-        self._last_ns = now_ns
-        if self._left < 1:
-            return False
-        self._left -= count
-        return True
-
-
 def client_of(config: ObjectConfig, timeout_s: float) -> obstore.store.ObjectStore:
     """Make a client whose requests end in time; credentials are those of the environment.
 
@@ -97,23 +81,23 @@ def client_of(config: ObjectConfig, timeout_s: float) -> obstore.store.ObjectSto
         "allow_http": config.endpoint.startswith("http:"),
     }
     once: RetryConfig = {"max_retries": 0}
-    at = config.endpoint
+    of_s3: S3Config = {"endpoint": config.endpoint} if config.endpoint else {}
     try:
-        if at:
-            return from_url(config.url, endpoint=at, client_options=options, retry_config=once)
-        return from_url(config.url, client_options=options, retry_config=once)
+        return from_url(config.url, config=of_s3, client_options=options, retry_config=once)
     except (BaseError, ValueError, TypeError) as exc:
         raise ConfigError(f"[object] url: {reason_of(exc)}") from exc
 
 
 def reason_of(exc: Exception, *, asked: bool = True) -> str:
-    """Return the first line of an error, after the code in its body, without what follows.
+    """Return the first line of an error, with the code in its body and the cause below it.
 
     asked: the request changes nothing, so a refusal may mean that nothing is there.
     """
-    code = _CODE.search(str(exc))
+    code, cause = _CODE.search(str(exc)), _CAUSE.search(str(exc))
     text = one_line(str(exc).partition("\n")[0], _WHY_MAX)
     text = f"{code[1]}: {text}" if code else text
+    if cause:
+        text += f": {one_line(cause[cause.lastindex or 0], _WHY_MAX)}"
     unclear = code is None or code[1] == "AccessDenied"
     return f"{text} ({_TO_LIST})" if asked and unclear and isinstance(exc, _REFUSALS) else text
 
@@ -130,20 +114,18 @@ class Bucket:
         self.health = Health(config.url)
         self.budget = WriteBudget(config.write_budget_bytes)
         self.counts: Counter[str] = Counter()  # of requests, by verb and outcome; may be emptied
-        self._rate = Rate(config.requests)
+        self._requests = WriteBudget(config.requests, _SECOND_NS)  # of so many a "day"
+        self._requests.left_bytes = config.requests
         self._look_s = 0.0  # how long questions take, as a mean of the last ones
         self._moves = client_of(config, self.timeout_s)
         self._looks = client_of(config, min(LOOK_S, self.timeout_s))
         self._closed = False
         self.put_threads = max(1, config.threads // 2)
+        lanes = {HEAD: LOOK_THREADS, GET: config.threads, PUT: self.put_threads}
         self._lanes = {
-            HEAD: self._lane(HEAD, LOOK_THREADS),
-            GET: self._lane(GET, config.threads),
-            PUT: self._lane(PUT, self.put_threads),
+            verb: Runner(f"kvstore-{verb}", self._run, _failed, threads)
+            for verb, threads in lanes.items()
         }
-
-    def _lane(self, verb: str, threads: int) -> Runner[Request, Request]:
-        return Runner(f"kvstore-{verb}", self._run, _failed, threads)
 
     # On the loop's thread
 
@@ -153,9 +135,10 @@ class Bucket:
 
     def may_look(self, now_ns: int) -> bool:
         """Tell whether to ask for an object, and count it."""
-        if self.health.off or self._crowded or not self._rate.take(now_ns):
+        if self.health.off or self._crowded or not self._requests.left(now_ns):
             self.counts[f"{HEAD}_{UNSENT}"] += 1
             return False
+        self._requests.spend(1)
         return True
 
     @property
@@ -167,11 +150,11 @@ class Bucket:
     def may_put(self, now_ns: int, *, anew: bool) -> bool:
         """Tell whether to put an object, and count that, and unless anew the question before it."""
         writes, now_s = self.health.writes, now_ns / 1e9
-        if self.ends or self.health.off:
+        blocked = self.ends or self.health.off or not writes.due(now_s)
+        if blocked or not self.budget.left(now_ns) or not self._requests.left(now_ns):
             return False
-        if not self.budget.left(now_ns) or not writes.due(now_s):
-            return False
-        return self._rate.take(now_ns, 2 - anew) and writes.may_try(now_s)
+        self._requests.spend(2 - anew)
+        return writes.may_try(now_s)
 
     def poll(self, now_ns: int) -> None:
         """Take the ends of requests; ask now and then whether a bucket that is off answers."""
@@ -181,11 +164,10 @@ class Bucket:
                 self.counts[f"{request.verb}_{request.outcome}"] += 1
                 if request.verb == HEAD and request.outcome != UNSENT:
                     self._look_s += (request.took_s - self._look_s) / (8 if self._look_s else 1)
-                note = self.health.wrote if request.verb == PUT else self.health.read
-                note(request.verb, request.outcome, request.why, now_s)
+                self.health.ended(request.verb, request.outcome, request.why, now_s)
                 request.ended(request)
         if self.health.off and self.health.reads.may_try(now_s):
-            self.submit(Request(HEAD, TRIAL, lambda _: None, anew=True))
+            self.submit(Request(HEAD, TRIAL, lambda _: None))
 
     def close(self) -> None:
         """Send nothing more, and wait for what was sent."""
@@ -196,17 +178,14 @@ class Bucket:
     # On threads
 
     def _run(self, request: Request) -> Request:
-        trial = request.verb == HEAD and request.anew
-        if self._closed or (self.health.off and not trial):
+        unwanted = request.wanted is not None and not request.wanted()
+        if unwanted or self._closed or (self.health.off and request.name != TRIAL):
             request.outcome, request.why = UNSENT, "the bucket is not used now"
-            return request
-        if request.wanted is not None and not request.wanted():
-            request.outcome, request.why = UNSENT, "the search that asked is over"
             return request
         began_s = time.monotonic()
         try:
             self._make(request)
-        except (NotFoundError, FileNotFoundError) as exc:
+        except FileNotFoundError as exc:
             request.outcome, request.why = MISSING, reason_of(exc)
         except _REFUSALS as exc:
             request.outcome = CORRUPT if _ARCHIVED in str(exc) else REFUSED
@@ -238,7 +217,7 @@ class Bucket:
         """Tell whether another store has put it."""
         try:
             _check(request, obstore.head(self._moves, request.name)["size"])
-        except (NotFoundError, FileNotFoundError, BlockCorrupt):
+        except (FileNotFoundError, BlockCorrupt):
             return False
         return True
 

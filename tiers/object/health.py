@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 RETRY_S = 5.0
 RETRY_MAX_S = 60.0
 FAILURES_MAX = 3  # in a row
+HEAD, GET, PUT = "head", "get", "put"
 OK, MISSING, REFUSED, CORRUPT = "ok", "missing", "refused", "corrupt"
 FAILED = ("timeout", "error")
-_ANSWERS = (OK, MISSING, CORRUPT)
 
 
 class _Switch:
@@ -88,16 +88,10 @@ class Health:
         """Tell whether no request is to be made."""
         return bool(self.reads.reason)
 
-    def read(self, verb: str, outcome: str, why: str, now_s: float) -> None:
-        """A request that changes nothing has ended."""
-        if outcome in _ANSWERS:
-            self.reads.good(verb)
-        elif outcome == REFUSED or outcome in FAILED:
-            self.reads.bad(verb, why, now_s, at_once=outcome == REFUSED)
-
-    def wrote(self, verb: str, outcome: str, why: str, now_s: float) -> None:
-        """A put has ended; a bucket that is not there says that it is missing."""
-        if outcome == OK:
-            self.writes.good(verb)
-        elif outcome in (REFUSED, MISSING) or outcome in FAILED:
-            self.writes.bad(verb, why, now_s, at_once=outcome in (REFUSED, MISSING))
+    def ended(self, verb: str, outcome: str, why: str, now_s: float) -> None:
+        """A request has ended; what a put finds missing is the bucket."""
+        switch = self.writes if verb == PUT else self.reads
+        if outcome in ((OK,) if verb == PUT else (OK, MISSING, CORRUPT)):
+            switch.good(verb)
+        elif outcome in (REFUSED, MISSING, *FAILED):
+            switch.bad(verb, why, now_s, at_once=outcome not in FAILED)

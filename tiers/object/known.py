@@ -26,11 +26,6 @@ class Known:
         self._absent: dict[str, int] = {}  # until when
         self._gone_ns = -1  # when one was missing that was known to be there
 
-    @property
-    def empty(self) -> bool:
-        """Tell whether no run is known to be there."""
-        return not self._runs
-
     def there(self, run: Run, now_ns: int) -> None:
         """The object of a run is there."""
         self._forget(run.name)

@@ -31,19 +31,17 @@ def look(config: ObjectConfig) -> Iterator[tuple[bool, str]]:
 
     from tiers.object.bucket import TRIAL, client_of, reason_of  # noqa: PLC0415
 
+    why = "it answers for an object that no store puts"
     try:
         obstore.get(client_of(config, LOOK_S), TRIAL)  # unlike that of a HEAD its answer has a body
     except FileNotFoundError as exc:
-        if any(code in str(exc) for code in _NO_BUCKET):
-            yield False, f"{config.url} cannot be used now: there is no such bucket"
-            return
-        yield True, f"{config.url} answers"
+        why = "there is no such bucket" if any(code in str(exc) for code in _NO_BUCKET) else ""
     except (BaseError, OSError) as exc:
-        yield False, f"{config.url} cannot be used now: {reason_of(exc)}"
+        why = reason_of(exc)
+    if why:
+        yield False, f"{config.url} cannot be used now: {why}"
         return
-    else:
-        yield False, f"{config.url} cannot be used now: it answers for an object that no store puts"
-        return
+    yield True, f"{config.url} answers"
     if config.url.startswith("s3://"):
         yield from _bounds(config)
     else:

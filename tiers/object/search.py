@@ -54,18 +54,13 @@ class Search:
         self._told: dict[int, bool | None] = {}
         self._owed = 0
 
-    @property
-    def worth(self) -> bool:
-        """Tell whether there is a whole run to look for."""
-        return self._low < self._high
-
     def wanted(self) -> bool:
         """Tell whether its questions still matter."""
         return not self.over
 
     def begin(self) -> None:
-        """Ask the first questions; none, if the first run is known not to be there."""
-        if self._known(self.run(self._full, self._low).name) is False:
+        """Ask the first questions; none, if there is no run, or the first is known to be absent."""
+        if self._low < self._high and self._known(self.run(self._full, self._low).name) is False:
             self._high = self._low
         self._narrow()
 

@@ -25,9 +25,9 @@ from kvstore.core.types import (
     LookupResult,
     TransferJob,
 )
-from tiers.object.bucket import GET, HEAD, PUT, Bucket, Request
+from tiers.object.bucket import Bucket, Request
 from tiers.object.format import Format, Run
-from tiers.object.health import CORRUPT, MISSING, OK
+from tiers.object.health import CORRUPT, GET, HEAD, MISSING, OK, PUT
 from tiers.object.known import ABSENT_NS, DAMAGED_NS, Known
 from tiers.object.search import Search, Told
 
@@ -43,19 +43,12 @@ _PAUSE_S = 0.001
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 
 
-class _Work(msgspec.Struct, eq=False):
-    """A job under way; ok[i] is None while block i is not moved yet."""
+class _Load(msgspec.Struct, eq=False):
+    """A load under way: how many blocks are left to come, and why some did not, by their place."""
 
     job: TransferJob
-    ok: list[bool | None]
     left: int
     errors: dict[int, TierError] = {}
-
-    def ended(self, place: int, error: TierError | None) -> None:
-        self.ok[place] = error is None
-        self.left -= 1
-        if error is not None:
-            self.errors[place] = error
 
 
 class _Fetch:
@@ -66,14 +59,14 @@ class _Fetch:
 
     def __init__(self, form: Format, run: Run) -> None:
         self.run = run
-        self.wanted: list[tuple[_Work, int]] = []  # and the place in the job
+        self.wanted: list[tuple[_Load, int]] = []  # and the place in the job
         self.whole: list[bool] = []
         self._places: list[tuple[int, memoryview]] = []
         self._form = form
         self._taken = False
         self._lock = threading.Lock()
 
-    def want(self, work: _Work, place: int, position: int, slot: memoryview) -> bool:
+    def want(self, work: _Load, place: int, position: int, slot: memoryview) -> bool:
         """Have a block copied to a slot; False if it is too late for that."""
         with self._lock:
             if not self._taken:
@@ -128,7 +121,7 @@ class ObjectTier:
             return
         key = chain.key(full, first)
         search = Search(self._form, rules, chain, first, blocks, self._look, self._state)
-        if key not in self._searches and search.worth:
+        if key not in self._searches:
             self._searches[key] = search, now_ns + SEARCH_NS
             search.begin()
             self._end_searches()
@@ -231,8 +224,6 @@ class ObjectTier:
 
     def leading(self, keys: Sequence[BlockKey], first: int) -> tuple[LookupResult, int]:
         """Return what lookup() says of keys[first], and from there on of how many blocks."""
-        if self._known.empty and not self._searches:
-            return _MISS, len(keys) - first
         return leading_alike(self.lookup, keys, first)
 
     def touch(self, key: BlockKey) -> None:
@@ -243,14 +234,7 @@ class ObjectTier:
         if self._closed:
             raise TierError("tier is closed")
         self._open += 1
-        work = _Work(job, [None] * len(job.keys), len(job.keys))
-        if job.kind is JobKind.STORE:
-            size = 1 if self._form.run_blocks == 1 else len(job.keys)
-            for first in range(0, len(job.keys), size):
-                self._put(work, first, first + size)
-        else:
-            self._get(work)
-        self._end(work)
+        (self._put if job.kind is JobKind.STORE else self._get)(job)
 
     def poll(self) -> Sequence[JobResult]:
         """Return the jobs that have ended."""
@@ -299,49 +283,43 @@ class ObjectTier:
 
     # Jobs
 
-    def _put(self, work: _Work, first: int, end: int) -> None:
-        keys = work.job.keys[first:end]
-        run = Run(self._form.name_of(keys[-1]), keys)
+    def _put(self, job: TransferJob) -> None:
+        run = Run(self._form.name_of(job.keys[-1]), job.keys)
         known = self._known.state(run.name, self._now_ns)
         if known:
-            self._stored(work, first, end, None)
+            self._report(job, len(job.keys), None)
             return
-        blocks = [self._memory.view(slot) for slot in work.job.slots[first:end]]
+        blocks = [self._memory.view(slot) for slot in job.slots]
         self._putting.add(run.name)
         self._bucket.budget.spend(self._form.size(run))
         self._bucket.submit(
             Request(
                 PUT,
                 run.name,
-                partial(self._put_ended, work, first, end, run, self._clears),
+                partial(self._put_ended, job, run, self._clears),
                 self._form.size(run),
                 make=partial(self._form.pack, run, blocks),
                 anew=known is False,  # or another store may have put it
             )
         )
 
-    def _put_ended(
-        self, work: _Work, first: int, end: int, run: Run, clears: int, request: Request
-    ) -> None:
+    def _put_ended(self, job: TransferJob, run: Run, clears: int, request: Request) -> None:
         self._putting.discard(run.name)
         if not request.changes:  # another store has put it, or nothing was sent
             self._bucket.budget.spend(-self._form.size(run))
-        error = None if request.outcome == OK else TierIOError(request.why)
-        if error is None and clears == self._clears:  # or it may be another store's: not to delete
+        if request.outcome != OK:
+            self._report(job, 0, TierIOError(request.why))
+            return
+        if clears == self._clears:  # or it may be another store's: not to delete
             self._known.there(run, self._now_ns)
-        self._stored(work, first, end, error)
-        self._end(work)
+        self._report(job, len(job.keys), None)
 
-    @staticmethod
-    def _stored(work: _Work, first: int, end: int, error: TierError | None) -> None:
-        for place in range(first, end):
-            work.ended(place, error)
-
-    def _get(self, work: _Work) -> None:
-        for place, (key, slot) in enumerate(zip(work.job.keys, work.job.slots, strict=True)):
+    def _get(self, job: TransferJob) -> None:
+        work = _Load(job, len(job.keys))
+        for place, (key, slot) in enumerate(zip(job.keys, job.slots, strict=True)):
             found = self._known.place(key, self._now_ns)
             if found is None:
-                work.ended(place, TierIOError("not in the bucket, as far as is known"))
+                self._came(work, place, TierIOError("not in the bucket, as far as is known"))
                 continue
             (run, position), view = found, self._memory.view(slot)
             fetch = self._fetches.get(run.name)
@@ -364,14 +342,16 @@ class ObjectTier:
             self._known.gone(run.name, self._now_ns)
         whole = fetch.whole or [False] * len(fetch.wanted)
         for (work, place), ok in zip(fetch.wanted, whole, strict=True):
-            work.ended(place, None if ok else error)
-            self._end(work)
+            self._came(work, place, None if ok else error)
 
-    def _end(self, work: _Work) -> None:
-        """Report a job once nothing of it is left to do."""
-        if work.left:
-            return
-        done = next((place for place, ok in enumerate(work.ok) if not ok), len(work.ok))
-        work.left = -1
+    def _came(self, work: _Load, place: int, error: TierError | None) -> None:
+        work.left -= 1
+        if error is not None:
+            work.errors[place] = error
+        if not work.left:
+            done = min(work.errors, default=len(work.job.keys))
+            self._report(work.job, done, work.errors.get(done))
+
+    def _report(self, job: TransferJob, done: int, error: TierError | None) -> None:
         self._open -= 1
-        self._results.append(JobResult(work.job.job_id, done, work.errors.get(done)))
+        self._results.append(JobResult(job.job_id, done, error))
