@@ -396,8 +396,6 @@ class Transfers:
                 for landing in self._landings.values():
                     landing.base = 0
                 return [event]
-            case _:
-                pass  # refused peers fail their transfers; extents are mapped again
         return ()
 
     def _not_mapped(self, extent: int, text: str) -> None:

@@ -48,7 +48,6 @@ _HOLD_MAX_NS = 3600_000_000_000
 _HELD_MAX = 256  # pieces of such metadata that are remembered
 _ASK_NS = 2_000_000_000  # without a message, then a Ping
 SILENT_NS = 10_000_000_000  # without a message, then it is killed
-_WRONG_MAX = 100  # of one process
 _TEXT_MAX = 500
 _END_S = 0.2
 _KILLED_S = 2.0  # the memory of a killed process goes first, which takes time on a busy machine
@@ -65,7 +64,7 @@ class Down(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = m.Ready | m.Mapped | m.Ended | m.Wrong | Down
+Event = m.Ready | m.Mapped | m.Ended | Down
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -266,8 +265,6 @@ class Exporter:
         self._open: dict[int, _OpenTransfer] = {}
         self._events: list[Event] = []
         self._next_id = 1
-        self._descriptors = 0  # passed to this process
-        self._wrong = 0  # messages that it has not understood
         self._quarantined = 0
         self._over_ns: int | None = None  # since when there has been too much in quarantine
         self._start_ns = 0  # when to start, or when it was started
@@ -340,7 +337,7 @@ class Exporter:
         check(extent in self._extents, f"extent {extent} is not mapped")
         self._extents[extent].leaving = True
         if self._running:
-            self._send(m.Map(extent, None))
+            self._send(m.Map(extent))
         elif self._state == "down":
             self._gone(extent)
 
@@ -440,7 +437,7 @@ class Exporter:
             return
         self.starts += 1
         self._child, self._state, self._start_ns = child, "starting", now_ns
-        self._descriptors, self._wrong, self._why = 0, 0, ""
+        self._why = ""
         self._silent_ns, self._looked_ns, self._asked = 0, now_ns, False
         for extent in self._extents:
             self._send_extent(extent)
@@ -479,9 +476,7 @@ class Exporter:
     def _send_extent(self, number: int) -> None:
         if self._running:
             extent = self._extents[number]
-            message = m.Map(number, self._descriptors, extent.bytes, extent.writable)
-            self._descriptors += 1
-            self._send(message, extent.fd)
+            self._send(m.Map(number, extent.bytes, extent.writable), extent.fd)
 
     def _hear(self, child: Child) -> bool:
         heard = False
@@ -506,15 +501,8 @@ class Exporter:
                 self._on_extent(message)
             case m.Meets(peer):
                 self._peers.meets = peer
-            case m.Wrong(text, last=True):
-                self._why = text
-            case m.Wrong(text, None):
-                self._wrong += 1
-                log.error("the exporter did not understand: %r", text[:_TEXT_MAX])
-                if self._wrong > _WRONG_MAX:
-                    raise ProtocolError(f"{self._wrong} messages not understood")
-            case m.Wrong():
-                self._events.append(message)
+            case m.Fatal(text):
+                self._why = text[:_TEXT_MAX]
 
     def _on_extent(self, message: m.Mapped) -> None:
         number, mapped = message.extent, message.address is not None
