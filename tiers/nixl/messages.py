@@ -15,10 +15,13 @@ A message that cannot be ends the process that gets it, after Fatal from the exp
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from kvstore.core.errors import TierIOError
 from kvstore.core.layout import PageRun
+from kvstore.core.limits import Count
 from kvstore.wire.framing import Message
 
 ErrorClass = Literal["gone", "refused", "stopped", "failed"]
@@ -133,7 +136,7 @@ class Mapped(Message, frozen=True):
     """
 
     extent: int
-    address: int | None = None
+    address: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)] | None = None
     text: str = ""
 
 
@@ -146,7 +149,7 @@ class Ended(Message, frozen=True):
     """
 
     id: int
-    bytes: int
+    bytes: Count
     error: ErrorClass | None = None
     text: str = ""
 
