@@ -42,22 +42,16 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("export_turns -k S2_of_what_peers_want", "self.looking |= not look.missing"),
         (
             "request_leases -k those_who_wait",
-            "if number in self._early or len(self._early) < EARLY_MAX:",
+            "if len(self._early) < EARLY_MAX:",
             "if True:",
         ),
     ),
-    "kvstore/handover/transfers.py": (
-        (
-            "peer_memory -k B15_slots",
-            "self.exporter.map(extent, export.fd, export.bytes, writable=False)",
-        ),
-        (
-            "peer_memory -k B15_slots",
-            "if export is None or export.again_ns is None:",
-            "if True:",
-        ),
-        ("peer_memory -k B15_slots", "self._exports.pop(extent, None)"),
+    "tiers/nixl/supervisor.py": (
+        ("exporter_client -k B15", "if extent.again_ns is not None and now_ns >= extent.again_ns:"),
+        ("exporter_client -k B15", "if not extent.failed:", "if True:"),
+        ("exporter_client -k B15", "found.again_ns is not None or ", ""),
     ),
+    "kvstore/handover/exported.py": (("peer_memory -k L1", "self._slots[message.extent] = 0"),),
     "kvstore/check.py": (("check_serve -k Q12", "if exc.errno == errno.EADDRINUSE:"),),
     "kvstore/engine_check.py": (
         ("engine_check -k S6", '"huge pages", "metrics")', '"huge pages")'),

@@ -219,12 +219,12 @@ def test_S2_nothing_stays_pinned_once_hand_overs_are_off(
     assert all(entry.pins == 0 for entry in manager.index)
 
 
-@pytest.mark.parametrize("under_way", ["sum", "move"])
+@pytest.mark.parametrize("under_way", ["sum", "start"])
 def test_S2_what_was_under_way_is_not_pinned_once_hand_overs_are_off(
     place: Place, monkeypatch: pytest.MonkeyPatch, under_way: str
 ) -> None:
     """No turn hears of its end any more: threads and the exporter have ended."""
-    prefill, chain, push = place.prefill, hashes(3, "held"), under_way == "move"
+    prefill, chain, push = place.prefill, hashes(3, "held"), under_way == "start"
     place.good.put(chain)
     place.turns(5)
     monkeypatch.setattr(prefill.mover, under_way, lambda *_: None)

@@ -260,7 +260,7 @@ def test_B20_direct_what_a_rank_cannot_read_in_an_engine_is_told_anew_when_all_h
         (False, 2, arrived(0), "fetch 5 is another engine's"),
         (False, 1, arrived(3), r"positions \[3\], which the engine has not claimed"),
         (True, 1, arrived(0), "written by its peer, not read"),
-        (False, 1, named(1, 0), "1 engine blocks for 1 positions"),
+        (False, 1, named(1, 0), "engine blocks for fetch 5, which is not pushed"),
         (True, 2, named(1, 0), "another engine's"),
         (True, 1, named(1, 3), "which the engine has not claimed"),
         (True, 1, p.Target(5, "rank 1", u32([0, 1]), u32([1, 2, 3])), "3 engine blocks for 2"),

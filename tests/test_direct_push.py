@@ -169,7 +169,7 @@ def test_B13_direct_parts_that_are_not_wanted_are_not_written() -> None:
 def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() -> None:
     pair, chain = stored(1)
     held: list[tuple[Part, Fill]] = []
-    pair.moves.fill = lambda part, fill: held.append((part, fill))  # type: ignore[method-assign]
+    pair.moves.start = lambda part, fill, *_: held.append((part, fill))  # type: ignore[method-assign]
     number = claimed(pair, chain)
     pair.name(number, {0: [10]})
     pair.run(5)
@@ -207,7 +207,7 @@ def test_B20_direct_a_peer_that_was_told_to_stop_says_when_it_writes_no_more(
     """It was not told where the third block goes, and keeps that neither."""
     pair, chain = stored(3)
     held: list[Part] = []
-    pair.moves.fill = lambda part, fill: held.append(part)  # type: ignore[method-assign] # noqa: ARG005
+    pair.moves.start = lambda part, *_: held.append(part)  # type: ignore[method-assign]
     number = claimed(pair, chain)
     pair.name(number, {0: [10], 1: [11]})
     pair.run(5)
@@ -254,7 +254,7 @@ def test_S2_direct_a_large_push_is_begun_as_earlier_writes_end(
     monkeypatch.setattr(jobs, "WRITING_BYTES", 2 * SLOT_BYTES)
     pair, chain = stored(6)
     begun: list[Part] = []
-    pair.moves.fill = lambda part, fill: begun.append(part)  # type: ignore[method-assign] # noqa: ARG005
+    pair.moves.start = lambda part, *_: begun.append(part)  # type: ignore[method-assign]
     number = claimed(pair, chain)
     pair.moves.has_room = False
     pair.name(number, {position: [10 + position] for position in range(6)})
@@ -276,7 +276,7 @@ def test_S2_direct_a_large_push_is_begun_as_earlier_writes_end(
 @pytest.mark.parametrize("how", ["lost", "late", "let go", "lease", "exporter"])
 def test_B20_direct_what_a_peer_may_still_write_is_told_so(how: str) -> None:
     pair, chain = stored(3)
-    pair.moves.fill = lambda *_: None  # type: ignore[method-assign] # its writes do not end
+    pair.moves.start = lambda *_: None  # type: ignore[method-assign] # its writes do not end
     number = claimed(pair, chain)
     pair.name(number, {0: [10], 1: [11]})
     pair.run(5)
@@ -333,7 +333,7 @@ def test_B20_direct_a_late_end_of_writes_is_told_though_nothing_else_goes_on(
     inlet.claim(number, 1, {0: 10}, [0, 1])
     ranks = [RankPages("other", b"md", ((page(0, SLOT_BYTES),),))]
     monkeypatch.setattr(namespace.engines, "ranks", lambda _: ranks)
-    place.prefill.mover.fill = lambda part, fill: held.append(part)  # type: ignore[method-assign] # noqa: ARG005
+    place.prefill.mover.start = lambda part, *_: held.append(part)  # type: ignore[method-assign]
     target = p.Target(number, "other", u32([0, 1]), u32([10, 11]))
     inlet.of_worker(1, 0, target, place.decode.now_ns)
     place.turns(10)

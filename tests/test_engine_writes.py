@@ -115,7 +115,7 @@ def test_B19_direct_a_write_that_stopped_though_it_was_wanted_has_not_been_made(
     """By an exporter whose memory a peer has written over, say."""
     pair, chain = stored(1)
     held: list[Part] = []
-    pair.moves.fill = lambda part, fill: held.append(part)  # type: ignore[method-assign] # noqa: ARG005
+    pair.moves.start = lambda part, *_: held.append(part)  # type: ignore[method-assign]
     number = claimed(pair, chain)
     pair.name(number, {0: [10]})
     pair.run(5)

@@ -52,8 +52,8 @@ def test_P8_B20_a_landing_slot_is_abandoned_and_not_used_again_while_something_m
 ) -> None:
     pair, chain = stored(3)
     moving: list[Callable[[], None]] = []
-    move = pair.moves.move
-    monkeypatch.setattr(pair.moves, "move", lambda *job: moving.append(partial(move, *job)))
+    move = pair.moves.start
+    monkeypatch.setattr(pair.moves, "start", lambda *job: moving.append(partial(move, *job)))
     abandoned: list[Part] = []
     monkeypatch.setattr(pair.moves, "abandon", abandoned.append)
     number = pair.want(chain, push=push)
@@ -387,8 +387,8 @@ def test_P8_a_write_that_outlives_its_lease_lands_in_quarantine(
 ) -> None:
     pair, chain, moving = Pair(), hashes(2), list[Callable[[], None]]()
     pair.put(chain)
-    move = pair.moves.move
-    monkeypatch.setattr(pair.moves, "move", lambda *job: moving.append(partial(move, *job)))
+    move = pair.moves.start
+    monkeypatch.setattr(pair.moves, "start", lambda *job: moving.append(partial(move, *job)))
     pair.want(chain, push=True)
     pair.decode.ask(chain)
     while not moving:

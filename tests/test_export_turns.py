@@ -270,7 +270,7 @@ def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
     def read(part: Part, *_: object) -> None:
         got.append((part.peer, len(part.positions)))
 
-    arrivals._transfers.move = read  # type: ignore[method-assign,assignment]
+    arrivals._transfers.start = read  # type: ignore[method-assign,assignment]
     for peer, count in ((1, 9), (2, 9), (3, 1)):
         keys = keys_of(hashes(count, str(peer)))
         fetch = bare_fetch(arrivals, peer, keys)
@@ -291,7 +291,7 @@ def test_a_fetch_goes_on_once_a_quarter_of_the_landing_slots_is_free_again(
     monkeypatch.setattr(handover_pair, "LANDING", 20)
     pair, got = Pair(), list[Part]()
     arrivals = pair.consumer.arrivals
-    arrivals._transfers.move = lambda part, *_: got.append(part)  # type: ignore[method-assign]
+    arrivals._transfers.start = lambda part, *_: got.append(part)  # type: ignore[method-assign]
     fetch = bare_fetch(arrivals, pair.peer, keys_of(hashes(23)))
     fetch.states.put(fetch.all, moves.CLAIMED)
     fetch.places.put(range(23), m.Region(0, 0, 1), array("I", [0] * 23))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import select
 import struct
 import time
@@ -132,13 +133,11 @@ def test_metadata_that_is_none_or_anothers_is_refused(pair: tuple[Side, Side]) -
     ours.exporter.add_peer("alias", theirs.metadata)
     ours.exporter.add_peer("empty", b"")
     ours.exporter.add_peer(ours.name, ours.metadata)
-    wait(ours, lambda: len(ours.of(m.Wrong)) == 4)
-    assert {event.peer for event in ours.of(m.Wrong)} == {
-        "random", "alias", "empty", ours.name
-    }  # fmt: skip
-    alias = next(event for event in ours.of(m.Wrong) if event.peer == "alias")
-    assert alias.text == f"metadata of '{theirs.name}', expected 'alias'"
     for peer in ("random", "alias", "empty", ours.name):
+        done = end(ours, ours.start(theirs, [(0, 1)], name=peer))
+        assert done.error == "gone", peer
+        if peer == "alias":
+            assert done.text == f"metadata of '{theirs.name}', expected 'alias'"
         ours.exporter.remove_peer(peer)
     assert end(ours, ours.start(theirs, [(0, 1)])).error is None
     ours.events.clear()
@@ -153,11 +152,7 @@ class Told:
     def __init__(self) -> None:
         self.child = Child(select.epoll(), "told", "lo", None)
         self.said: list[Message] = []
-
-    def raw(self, body: bytes, fd: int | None = None) -> None:
-        self.child.outbox.put(struct.pack("<I", len(body)) + body, fd)
-        self.child.flush()
-        self.hear()
+        self.until(m.Ready)
 
     def hear(self) -> None:
         self.said += self.child.receive()
@@ -172,59 +167,19 @@ class Told:
             self.hear()
         return found
 
+    def close(self) -> None:
+        self.child.kill()
+        assert self.child.ended(WAIT_S)
+        self.child.close()
+
 
 @pytest.fixture(scope="module")
 def told() -> Iterator[Told]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLUSTER_KEY", NOT_FOR_PEERS)
         told = Told()
-    told.until(m.Ready)
     yield told
-    told.child.kill()
-    assert told.child.ended(WAIT_S)
-    told.child.close()
-
-
-def random_message(rng: random.Random) -> Message:
-    """One that can be read, and says anything."""
-    number = rng.choice((0, 1, 5, -1, 1 << 31, 1 << 62, (1 << 64) - 1))
-    other = rng.choice((0, 1, 4096, 1 << 33, (1 << 63) - 1))
-    data = rng.randbytes(rng.randrange(40))
-    name = rng.choice(("", "told", "x" * 300, "\0"))
-    return rng.choice(
-        (
-            m.Map(number, number, other, rng.random() < 0.5),
-            m.Map(number, None),
-            m.Peer(name, data),
-            m.Peer(name, None),
-            m.Abandon(number),
-            m.Transfer(number, name, rng.random() < 0.5, 1, other, number, other, data, data),
-        )
-    )
-
-
-def test_anything_that_is_said_is_answered_and_ends_nothing(told: Told) -> None:
-    rng = random.Random(5)
-    for _ in range(4000):
-        body = bytearray(framing.encode(random_message(rng))[4:])
-        for _ in range(rng.choice((0, 0, 1, 3))):
-            body[rng.randrange(len(body))] = rng.randrange(256)
-        told.raw(rng.randbytes(rng.randrange(60)) if rng.random() < 0.2 else bytes(body))
-    told.child.send(m.Map(424242, None))
-    wrong = "extent 424242 to unmap, expected one of []"
-    while m.Wrong(wrong) not in told.until(m.Wrong):  # all before has been read
-        told.hear()
-    told.said.clear()
-    extent = filled(MIB, 4 * KIB, 1)
-    told.raw(b"nothing, with something", extent.fd)
-    told.child.send(m.Map(77, 1, extent.bytes), extent.fd)
-    assert [one.extent for one in told.until(m.Mapped) if isinstance(one, m.Mapped)] == [77]
-    assert told.child.ended() is None
-    told.child.send(m.Map(77, 2, extent.bytes), extent.fd)
-    told.child.send(m.Map(77, None))
-    already = "extent 77 is mapped already"
-    assert told.until(m.Mapped, 3)[1:] == [m.Mapped(77, text=already), m.Mapped(77)]
-    extent.close()
+    told.close()
 
 
 def test_only_sealed_memory_that_is_there_is_mapped(told: Told) -> None:
@@ -233,18 +188,13 @@ def test_only_sealed_memory_that_is_there_is_mapped(told: Told) -> None:
     os.ftruncate(loose, MIB)
     pipe, pipe_in = os.pipe()
     told.said.clear()
-    first = 3  # descriptors were passed in the test before
-    for number, (fd, size) in enumerate(
-        [(extent.fd, 0), (extent.fd, extent.bytes + 1), (loose, MIB), (pipe, 1)]
-    ):
-        told.child.send(m.Map(10 + number, first + number, size), fd)
-    told.child.send(m.Map(20, first + 9, MIB))  # comes without
-    found = [one.text for one in told.until(m.Mapped, 5) if isinstance(one, m.Mapped)]
-    assert found[0] == f"0 bytes to map, expected 1 to {extent.bytes}, its size"
-    assert found[1] == f"{extent.bytes + 1} bytes to map, expected 1 to {extent.bytes}, its size"
-    assert found[2] == "seals 0x0, expected F_SEAL_SHRINK among them"
-    assert found[3].startswith("expected a memfd, found none")
-    assert found[4].startswith("descriptor 12, expected 7 or a later one")
+    told.child.send(m.Map(9))  # it could not be mapped, say, before its store knew
+    for number, (fd, size) in enumerate([(extent.fd, extent.bytes + 1), (loose, MIB), (pipe, 1)]):
+        told.child.send(m.Map(10 + number, size), fd)
+    found = [one.text for one in told.until(m.Mapped, 3) if isinstance(one, m.Mapped)]
+    assert found[0] == f"{extent.bytes + 1} bytes to map, expected 1 to {extent.bytes}, its size"
+    assert found[1] == "seals 0x0, expected F_SEAL_SHRINK among them"
+    assert found[2].startswith("expected a memfd, found none")
     descriptors = Path(f"/proc/{told.child.pid}/fd")
     assert not [one for one in descriptors.iterdir() if "memfd" in str(one.readlink())]
     for fd in (loose, pipe, pipe_in):
@@ -260,10 +210,31 @@ def test_none_of_the_stores_environment_is_in_its_memory(told: Told) -> None:
     assert NOT_FOR_PEERS.encode() not in found
 
 
-def test_it_ends_when_it_cannot_tell_messages_apart(told: Told) -> None:
-    told.said.clear()
-    told.child.outbox.put(struct.pack("<I", 1 << 30))
+WRONG = {
+    struct.pack("<I", 1 << 30): f"frame of {1 << 30} bytes, at most {framing.FRAME_BYTES_MAX}",
+    struct.pack("<I", 7)
+    + b"nothing": "not a message of this protocol: Expected `array`, got `int`",
+}
+
+
+@pytest.mark.parametrize("said", WRONG, ids=["no frame", "no message"])
+def test_it_ends_after_what_its_store_cannot_say(said: bytes) -> None:
+    told = Told()
+    told.child.outbox.put(said)
     told.child.flush()
-    text = f"frame of {1 << 30} bytes, at most {framing.FRAME_BYTES_MAX}"
-    assert told.until(m.Wrong) == [m.Wrong(text, last=True)]
+    (fatal,) = told.until(m.Fatal)
+    assert isinstance(fatal, m.Fatal)
+    assert fatal.text.startswith(WRONG[said])
     assert told.child.ended(WAIT_S) == "it ended with 1"
+    told.close()
+
+
+def test_S2_it_ends_when_the_descriptor_of_an_extent_was_lost() -> None:
+    """Else another extent's memory would be found under its number."""
+    told, extent = Told(), filled(MIB, 4 * KIB, 1)
+    used = len(list(Path(f"/proc/{told.child.pid}/fd").iterdir()))
+    resource.prlimit(told.child.pid, resource.RLIMIT_NOFILE, (used, used))
+    told.child.send(m.Map(1, extent.bytes), extent.fd)
+    assert told.until(m.Fatal) == [m.Fatal("a descriptor was lost: none is left here")]
+    told.close()
+    extent.close()

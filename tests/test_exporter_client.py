@@ -19,14 +19,14 @@ import msgspec
 import psutil
 import pytest
 
-from kvstore.core.errors import InvariantBroken
-from kvstore.wire.framing import Message, u32
+from kvstore.core.errors import InvariantBroken, ProtocolError
+from kvstore.wire.framing import Decoder, Message, encode, u32
 from tests.bench.steal import Watch
 from tests.harness.exporter_rig import EXPORT, KIB, LANDING, MIB, Side, end, start_all, wait
 from tests.harness.patience import WAIT_S
 from tiers.nixl import supervisor
-from tiers.nixl.messages import Ended, Mapped, Meets, Ready, Transfer, Wrong
-from tiers.nixl.supervisor import Down, Exporter, Settings
+from tiers.nixl.messages import Ended, Map, Mapped, Meets, Ready, ToStore, Transfer
+from tiers.nixl.supervisor import Down, Exporter
 
 pytestmark = pytest.mark.slow
 
@@ -109,8 +109,8 @@ def test_signals_of_a_terminal_are_for_the_store(side: Side) -> None:
 
 STORE = """
 import sys, time
-from tiers.nixl.supervisor import Exporter, Settings
-exporter = Exporter(Settings("store"))
+from tiers.nixl.supervisor import Exporter
+exporter = Exporter("store")
 while exporter._state != "up":
     exporter.poll(time.monotonic_ns())
     time.sleep(0.001)
@@ -142,7 +142,7 @@ def test_it_ends_with_the_store_and_at_once(stopped: bool) -> None:
 def test_one_that_cannot_start_says_why_and_is_tried_less_and_less_often(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    exporter = Exporter(Settings("lost", devices="no-such-device"))
+    exporter = Exporter("lost", devices="no-such-device")
     now_ns = time.monotonic_ns()
     waits: list[float] = []
     reasons: list[str] = []
@@ -174,7 +174,7 @@ def test_B20_one_that_finds_no_descriptor_is_started_later(
     def refuse(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    exporter, now_ns = Exporter(Settings("short")), time.monotonic_ns()
+    exporter, now_ns = Exporter("short"), time.monotonic_ns()
     with monkeypatch.context() as patch:
         patch.setattr(module, call, refuse)
         exporter.poll(now_ns)
@@ -222,7 +222,6 @@ LIES: dict[str, list[Message]] = {
     "extent 1 unmapped, which was not asked for": [Mapped(1)],
     "extent 9 mapped, which was not asked for": [Mapped(9, 4096)],
     "extent 9 unmapped, which was not asked for": [Mapped(9, text="no")],
-    "101 messages not understood": [Wrong("x" * 10_000)] * 200,
 }
 
 
@@ -246,17 +245,55 @@ def test_an_exporter_that_was_tampered_with_is_ended(
     assert max(len(record.getMessage()) for record in caplog.records) < 1000
 
 
+@pytest.mark.parametrize("message", [Mapped(1, -5), Mapped(1, 0), Mapped(1, 1 << 63), Ended(1, -1)])
+def test_S2_numbers_that_no_exporter_has_are_no_message(message: Message) -> None:
+    """Else what a peer has overwritten would switch all hand-overs off."""
+    with pytest.raises(ProtocolError, match="not a message"):
+        list(Decoder(ToStore).feed(encode(message)))
+
+
+def said(side: Side, message: Message) -> None:
+    """Have the process say something."""
+    child = side.exporter._child
+    assert child is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "receive", partial(iter, [message]))
+        patch.setattr(side.exporter, "_epoll", SimpleNamespace(poll=lambda timeout: [timeout]))
+        side.poll()
+
+
 def test_an_extent_that_cannot_be_mapped_and_was_to_be_unmapped_is_unmapped(side: Side) -> None:
     """Else its store waits for ever: it asks for no other end."""
     wait(side, lambda: side.ready)
-    child = side.exporter._child
-    assert child is not None
     side.exporter.unmap(EXPORT)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "receive", partial(iter, [Mapped(EXPORT, text="no")]))
-        patch.setattr(side.exporter, "_epoll", SimpleNamespace(poll=lambda timeout: [timeout]))
-        side.poll()
+    said(side, Mapped(EXPORT, text="no"))
     assert side.unmapped == [Mapped(EXPORT)]
+
+
+def test_B15_what_could_not_be_mapped_is_mapped_some_time_later(
+    side: Side, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else nothing of that memory is handed over any more."""
+    wait(side, lambda: side.ready)
+    exporter, maps = side.exporter, list[Message]()
+    monkeypatch.setattr(exporter, "_send", lambda message, *_: maps.append(message))
+    for tries in (1, 2):
+        said(side, Mapped(EXPORT, text="no"))
+        side.poll()
+        assert len(maps) == tries - 1, "not at once"
+        exporter._looked_ns += supervisor.MAP_AGAIN_NS
+        exporter._map_again(exporter._looked_ns)
+        exporter._map_again(exporter._looked_ns)
+        assert maps == [Map(EXPORT, side.size)] * tries
+    assert caplog.text.count("cannot reach extent") == 1, "said once"
+    said(side, Mapped(EXPORT, 4096))
+    exporter._looked_ns += supervisor.MAP_AGAIN_NS
+    exporter._map_again(exporter._looked_ns)
+    assert len(maps) == 2, "it is mapped"
+    said(side, Mapped(EXPORT, text="no"))
+    exporter.unmap(EXPORT)
+    side.poll()
+    assert side.unmapped[-1] == Mapped(EXPORT), "it is gone at once"
 
 
 def test_an_extent_that_is_unmapped_while_nothing_runs(side: Side) -> None:
@@ -300,16 +337,16 @@ def test_S2_who_ends_the_exporter_pauses_and_others_come_again_at_once(
 
     wait(side, lambda: side.ready)
     assert met("good", "bad") == {"good", "bad"}
-    wait(side, lambda: len(side.of(Wrong)) == 2)  # it is no real metadata
+    assert end(side, exporter.start(move("good"))).error == "gone"  # it is no real metadata
     ended_by("bad")
     assert not exporter._peers.known, "each has to come again"
     assert met("bad", "good") == {"good"}
     assert "'bad', expected one of ['good']" in end(side, exporter.start(move("bad"))).text
     assert pause_s() == 60
     exporter._looked_ns += 60_000_000_000  # it is over
-    exporter.start(move("bad"))
+    number = exporter.start(move("bad"))
     assert met() == {"good", "bad"}, "it is met once it is needed"
-    wait(side, lambda: len(side.of(Wrong)) == 4)  # each of them twice
+    assert end(side, number).error == "gone"
     ended_by("bad")
     assert pause_s() == 120
 

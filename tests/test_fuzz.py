@@ -62,7 +62,7 @@ def test_what_escapes_is_told_with_its_input_and_its_seed(monkeypatch: pytest.Mo
 
 
 def test_a_client_that_is_not_served_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site.Mover, "move", lambda *_: None)
+    monkeypatch.setattr(site.Mover, "start", lambda *_: None)
     with pytest.raises(Failed, match="a good client: no block in time"):
         World(3).run(10)
 

@@ -19,7 +19,7 @@ from kvstore.logs import LINES_MAX
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
-from tests.fuzz.site import HELD, End, Good, Net, Site
+from tests.fuzz.site import CROWD, HELD, End, Good, Net, Site
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, keys_of, u32
 from tests.harness.handover_pair import bare_fetch
 from tiers.nixl.supervisor import Exporter
@@ -559,6 +559,14 @@ def test_B20_much_in_quarantine_restarts_the_exporter_after_which_nothing_is(
     place.turns(10, ms=500)
     assert place.decode.mover.restarts == 1
     place.good.hand_over(hashes(3, "after it"), push=True)
+
+
+def test_B20_much_that_is_moving_and_was_given_up_restarts_the_exporter(place: Place) -> None:
+    place.decode.mover.abandoned = CROWD + 1
+    place.turns(3, ms=300)
+    assert place.decode.mover.restarts == 0, "what can end soon is given the time"
+    place.turns(3, ms=500)
+    assert place.decode.mover.restarts == 1
 
 
 def test_B20_little_in_quarantine_stays_until_nothing_else_goes_on(place: Place) -> None:

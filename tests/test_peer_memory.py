@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import pytest
 
 from kvstore.core.errors import TierFull
 from kvstore.handover import transfers
+from kvstore.handover.exported import ExportedMemory
 from kvstore.handover.runs import Part
-from kvstore.handover.transfers import Landing, Reachable, SlotMove, Transfers, Unmapped
+from kvstore.handover.transfers import Landing, Transfers, slot_move
 from kvstore.units import MIB
 from kvstore.wire import peer as m
+from kvstore.wire.engine import Extent
 from tests.harness.patience import WAIT_S
 from tiers.cpu import CpuExtent
 from tiers.nixl import supervisor
@@ -31,22 +34,30 @@ class Exporter:
     def __init__(self, *_: object) -> None:
         self.events: list[Event] = []
         self.mapped: dict[int, bool] = {}
-        self.tried: list[int] = []
+        self.failed: list[int] = []
         self.abandoned: list[int] = []
         self.started = 0
         self.fails = False
 
     def map(self, extent: int, _fd: int, _size: int, *, writable: bool) -> None:
-        self.tried.append(extent)
         if self.fails:
+            self.failed.append(extent)
             self.events.append(Mapped(extent, text="no"))
             return
         self.mapped[extent] = writable
         self.events += [Mapped(extent, 4096 * extent), Ready("agent", b"m")]
 
+    def map_again(self) -> None:
+        self.fails = False
+        for extent in self.failed:
+            self.map(extent, -1, 0, writable=True)
+
     def unmap(self, extent: int) -> None:
         del self.mapped[extent]
         self.events.append(Mapped(extent))
+
+    def wake(self) -> None:
+        """It is awake."""
 
     def start(self, _move: object) -> int:
         self.started += 1
@@ -121,32 +132,18 @@ def test_landing_memory_of_all_models_is_limited_and_the_one_unused_longest_make
     assert (first.count, len(exporter.mapped)) == (0, 2)
 
 
-def test_an_extent_that_could_not_be_mapped_is_gone_when_it_is_to_be_unmapped(
+def test_B15_landing_memory_that_could_not_be_mapped_is_used_once_it_is(
     mover: Transfers, exporter: Exporter
 ) -> None:
-    exporter.fails = True
-    mover.export(7, -1, MIB)
-    assert mover.poll(1) == []
-    mover.unexport(7)
-    assert mover.poll(2) == [Unmapped(7)]
-
-
-def test_B15_landing_memory_that_could_not_be_mapped_is_mapped_some_time_later(
-    mover: Transfers, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else nothing is fetched for its model any more."""
-    monkeypatch.setattr(transfers, "MAP_AGAIN_NS", 100_000_000)
+    """Nothing is fetched for its model until then."""
     exporter.fails = True
     landing = mover.landing("a", SLOT)
-    until(mover, lambda: landing.open() or mover._unmappable)  # type: ignore[func-returns-value]
-    assert landing.failed
-    exporter.fails = False
-    landing.open()
-    assert not exporter.mapped, "not at once"
+    until(mover, lambda: landing.open() or landing.failed)  # type: ignore[func-returns-value]
+    assert not landing.take(1)
+    exporter.map_again()
     until(mover, lambda: landing.take(1))
     assert not landing.failed
     assert list(exporter.mapped) == [landing.extent]
-    assert not mover._unmappable
 
 
 def test_B15_landing_memory_that_was_not_to_be_had_is_allocated_some_time_later(
@@ -164,29 +161,23 @@ def test_B15_landing_memory_that_was_not_to_be_had_is_allocated_some_time_later(
     assert not landing.failed
 
 
-def test_B15_slots_that_could_not_be_mapped_are_mapped_some_time_later(
-    mover: Transfers, exporter: Exporter, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Else nothing of that memory is handed over any more."""
-    exporter.fails = True
-    mover.export(7, 5, MIB)
-    now_ns = 1
-    for now_ns in (1, 1 + transfers.MAP_AGAIN_NS, 1 + 2 * transfers.MAP_AGAIN_NS):
-        assert mover.poll(now_ns) == [] == mover.poll(now_ns)
-    assert exporter.tried == [7] * 3
-    assert [record.levelname for record in caplog.records] == ["ERROR"], "said once"
-    exporter.fails = False
-    now_ns += transfers.MAP_AGAIN_NS
-    assert mover.poll(now_ns - 1) == []
-    assert not exporter.mapped, "not at once"
-    reachable = [*mover.poll(now_ns), *mover.poll(now_ns)]
-    assert Reachable(7, 4096 * 7) in reachable
-    assert exporter.mapped == {7: False}
-    mover.unexport(7)
-    assert mover.poll(now_ns) == [Unmapped(7)]
-    assert mover.poll(now_ns + 2 * transfers.MAP_AGAIN_NS) == []
-    assert exporter.tried == [7] * 4, "not after its end"
-    assert not mover._exports, "nor is anything kept of it"
+def extent(number: int) -> Extent:
+    return Extent(number, 0, 4, SLOT, MIB, MIB)
+
+
+def test_L1_memory_that_is_leaving_is_not_named_to_peers(exporter: Exporter) -> None:
+    """It may have been mapped just before."""
+    memory = ExportedMemory(cast("supervisor.Exporter", exporter))
+    memory.change(extent(7), 5)
+    memory.change(Extent(7), None)
+    for event in exporter.poll(1):
+        if isinstance(event, Mapped):
+            memory.mapped(event)
+        elif isinstance(event, Ready):
+            memory.ready(event)
+    up = memory.introduce()
+    assert up is not None
+    assert up.regions == {}
 
 
 def test_B20_a_transfer_is_abandoned_when_none_of_its_blocks_is_wanted(
@@ -196,16 +187,8 @@ def test_B20_a_transfer_is_abandoned_when_none_of_its_blocks_is_wanted(
     region = m.Region(1, 4096, 8)
     for number in (1, 2):
         both = array("I", [0, 1])
-        read = SlotMove(
-            write=False,
-            slot_bytes=SLOT,
-            extent=2,
-            local=both,
-            region=region,
-            remote=both,
-            at_once=2,
-        )
-        mover.move(Part(1, number, range(2)), "peer", "a", read)
+        read = slot_move("peer", (2, both), (region, both), SLOT, write=False)
+        mover.start(Part(1, number, range(2)), read, "a")
     for part in (Part(1, 1, [0]), Part(1, 1, [0]), Part(1, 2, [0]), Part(2, 1, [1])):
         mover.abandon(part)
     assert exporter.abandoned == []

@@ -171,7 +171,7 @@ def test_a_block_that_goes_to_several_ranks_is_abandoned_in_each_write(mover: Tr
     part = Part(1, 1, range(2))
     for rank in range(3):
         parts = array("Q", [0, 4096]).tobytes()
-        mover.fill(part, Fill(0, f"rank {rank}", 9, pages, parts, u32([5, 6])))
+        mover.start(part, Fill(0, f"rank {rank}", 9, pages, parts, u32([5, 6])))
     assert [filling.moved_bytes for filling in fake.started] == [128] * 3
     mover._ended(1, 128, None)
     mover.abandon(Part(1, 1, [0]))

@@ -484,10 +484,12 @@ def test_who_comes_before_the_exporter_is_told_to_wait_and_welcome_later() -> No
     pair.producer._exporter = lambda: up[0] if up else None
     layout = pair.source.layout
     hello = m.Hello(m.VERSION, layout.digest, layout.traits, "other", b"md")
+    pair.producer.on_message(50, hello, 0)
     for _ in range(2):
-        pair.producer.on_message(50, hello, 0)
         pair.producer.tick(pair.giver.now_ns)
     assert said == [m.Welcome()]
+    with pytest.raises(ProtocolError, match="a second Hello"):
+        pair.producer.on_message(50, hello, 0)
     up.append(OwnExporter("agent", b"md", {}))
     pair.producer.tick(pair.giver.now_ns)
     pair.producer.tick(pair.giver.now_ns)

@@ -18,8 +18,8 @@ from kvstore.handover.fetches import Fetch
 from kvstore.handover.jobs import Source
 from kvstore.handover.links import Links
 from kvstore.handover.moves import CHECKED, CLAIMED, LANDED, MOVING
-from kvstore.handover.runs import Part, Run, at, joined, runs_of
-from kvstore.handover.transfers import Landing, SlotMove, Slots, Transfers, batch_blocks
+from kvstore.handover.runs import Part, Run, at, joined, put_at, runs_of
+from kvstore.handover.transfers import Landing, Slots, Transfers, batch_blocks, pieces, slot_move
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, u32
 
@@ -46,18 +46,15 @@ class LandingTurns:
             while waiting and not waiting[0][0].left:
                 waiting.popleft()
             free = self._landing.take(self._room(peer, waiting))
-            fetches: dict[int, Fetch] = {}
-            chosen: dict[int, list[Run]] = {}
-            slots: dict[int, array[int]] = {}
+            chosen: dict[int, tuple[Fetch, list[Run], array[int]]] = {}
             while waiting and free:
                 fetch, run = waiting.popleft()
-                number = fetch.number
                 for first, end in fetch.states.within(run, bytes((CLAIMED,))):
                     stop = min(end, first + len(free))
                     if first < stop:
-                        fetches[number] = fetch
-                        chosen.setdefault(number, []).append((first, stop))
-                        slots.setdefault(number, array(U32)).extend(free[: stop - first])
+                        _, runs, slots = chosen.setdefault(fetch.number, (fetch, [], array(U32)))
+                        runs.append((first, stop))
+                        slots.extend(free[: stop - first])
                         del free[: stop - first]
                     if stop < end:
                         waiting.appendleft((fetch, (stop, run[1])))
@@ -67,9 +64,9 @@ class LandingTurns:
                 del self._waiting[peer]
             if chosen and waiting:
                 self._waiting[peer] = waiting  # behind those that got none
-            for number, runs in chosen.items():
-                self._used[peer] += len(slots[number])
-                yield fetches[number], runs, slots[number]
+            for fetch, runs, slots in chosen.values():
+                self._used[peer] += len(slots)
+                yield fetch, runs, slots
 
     def _room(self, peer: int, waiting: Sequence[tuple[Fetch, Run]]) -> int:
         """Count the slots that a peer may have now; few large transfers cost less than many.
@@ -148,27 +145,21 @@ class Arrivals:
     def start(self) -> None:
         """Start what can be moved now into free landing slots, in the order that it came."""
         for fetch, runs, slots in self._turns.next():
-            used = 0
-            for first, end in runs:
-                fetch.landing[first:end] = slots[used : used + end - first]
-                used += end - first
-                fetch.states.put((first, end), MOVING)
-            (self._land if fetch.push else self._read)(fetch, joined(runs))
+            positions = joined(runs)
+            put_at(fetch.landing, positions, slots)
+            for run in runs:
+                fetch.states.put(run, MOVING)
+            (self._land if fetch.push else self._read)(fetch, positions)
 
     def _read(self, fetch: Fetch, positions: Sequence[int]) -> None:
-        """Read blocks of one fetch, in one go for each extent of the peer's."""
+        """Read blocks of one fetch, in batches of each extent of the peer's."""
         agent, _ = self._peers.reached_at(fetch.connection)
+        size = self.landing.slot_bytes
         for region, of, slots in fetch.places.by_region(positions):
-            move = SlotMove(
-                write=False,
-                slot_bytes=self.landing.slot_bytes,
-                extent=self.landing.extent,
-                local=at(fetch.landing, of),
-                region=region,
-                remote=slots,
-                at_once=batch_blocks(self.landing.slot_bytes, len(fetch.keys)),
-            )
-            self._transfers.move(fetch.part(of), agent, self._digest, move)
+            for piece in pieces(len(of), batch_blocks(size, len(fetch.keys))):
+                local = self.landing.extent, at(fetch.landing, of[piece])
+                read = slot_move(agent, local, (region, slots[piece]), size, write=False)
+                self._transfers.start(fetch.part(of[piece]), read, self._digest)
 
     def _land(self, fetch: Fetch, positions: Sequence[int]) -> None:
         """Tell the peer where to write blocks of one fetch."""

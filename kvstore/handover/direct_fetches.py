@@ -23,7 +23,7 @@ from kvstore.handover.moves import CHECKED, CLAIMED, MOVING
 from kvstore.handover.runs import Run, joined, runs_of
 from kvstore.wire import engine as p
 from kvstore.wire import framing
-from kvstore.wire.peer import Region, clip
+from kvstore.wire.peer import Region, clip, engine_blocks_of
 
 Send = Callable[[int, framing.Message, int | None], None]
 Positions = Mapping[int, int]
@@ -54,10 +54,6 @@ def with_reads(fetch: int, hit: GroupHit, reads: Positions) -> p.Hit:
     read = ((index, p.DIRECT + position, fetch) for index, position in reads.items())
     columns = list(zip(*sorted((*here, *read)), strict=True)) or [(), (), ()]
     return p.Hit(*(framing.u32(column) for column in columns))
-
-
-def no_workers(_connection: int, _message: framing.Message, _fd: int | None) -> None:
-    """Send nothing: there are no workers."""
 
 
 class DirectFetch(msgspec.Struct, eq=False):
@@ -186,15 +182,13 @@ class DirectFetch(msgspec.Struct, eq=False):
         named its blocks, which may have another use by now. Raises ProtocolError for another
         session's fetch, for positions that were not claimed, and for ranks that disagree.
         """
-        positions, blocks = framing.from_u32(message.positions), framing.from_u32(message.blocks)
-        per = len(blocks) // max(1, len(positions))
-        if not self.push or not per or len(blocks) != per * len(positions):
-            raise ProtocolError(f"{len(blocks)} engine blocks for {len(positions)} positions")
+        positions = framing.from_u32(message.positions)
         self._check(session, positions)
+        if not self.push:
+            raise ProtocolError(f"engine blocks for fetch {self.number}, which is not pushed")
         whole = {}
         self.agents[rank] = message.agent
-        for number, position in enumerate(positions):
-            found = blocks[number * per : number * per + per]
+        for position, found in engine_blocks_of(positions, message.blocks).items():
             if not any(found):
                 raise ProtocolError(f"no engine block for position {position}")
             if self.targets.setdefault(position, found) != found:

@@ -19,7 +19,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
 from kvstore.core.types import BlockKey
 from kvstore.handover.moves import CHECKED, CLAIMED, DONE, LANDED, MOVING, OFFERED, WANTED, Move
-from kvstore.handover.runs import Places, Run, at, numbers, runs_of
+from kvstore.handover.runs import Places, Run, at, numbers, put_at, runs_of
 from kvstore.handover.transfers import Regions
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, u32
@@ -253,10 +253,7 @@ class Fetch(Move):
             of_it = m.neighbours(numbered)
             found = m.neighbours([positions[n] for n in of_it])
             self.places.put(found, regions.get(self.connection, extent), at(slots, of_it))
-        done = 0
-        for first, end in runs_of(positions):
-            self.sums[first:end] = sums[done : done + end - first]
-            done += end - first
+        put_at(self.sums, positions, sums)
         return positions, [p for p in positions if p not in known] if known else positions
 
     def _put_engine(

@@ -20,10 +20,10 @@ from kvstore.handover.engine_blocks import Engines, Resident
 from kvstore.handover.moves import MOVING, STAGING, SUMMED, SUMMING, TOLD, WANTED, Move
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Places, Run, at, joined, numbers, runs_of
-from kvstore.handover.transfers import EngineWrite, SlotMove
+from kvstore.handover.transfers import EngineWrite, slot_move
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, WORD, Message, u32
-from tiers.nixl.messages import Fill
+from tiers.nixl.messages import Fill, Transfer
 
 UNKNOWN_NS = 300_000_000  # a router that sends a request to both engines at once, say
 LOOK_NS = 20_000_000  # meanwhile, its first missing block is looked for again
@@ -412,26 +412,16 @@ class Job(Move):
         if position in self.targets:
             raise ProtocolError(f"a second place for position {position}")
 
-    def slot_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, SlotMove]]:
+    def slot_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, Transfer]]:
         """Gather writes to landing slots, one for each pair of extents."""
         size = self.source.layout.slot_bytes
         for region, found, there in self.landings.by_region(joined(runs_of(positions))):
             extents, places = self.source.places(at(self.slots, found))
             for extent in dict.fromkeys(extents):
                 of_it = m.neighbours([n for n, each in enumerate(extents) if each == extent])
-                part = self.part(m.neighbours([found[n] for n in of_it]))
-                yield (
-                    part,
-                    SlotMove(
-                        write=True,
-                        slot_bytes=size,
-                        extent=extent,
-                        local=at(places, of_it),
-                        region=region,
-                        remote=at(there, of_it),
-                        at_once=len(of_it),
-                    ),
-                )
+                local, remote = (extent, at(places, of_it)), (region, at(there, of_it))
+                write = slot_move(self.peer.agent, local, remote, size, write=True)
+                yield self.part(m.neighbours([found[n] for n in of_it])), write
 
     def direct_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, EngineWrite | Fill]]:
         """Gather writes to the peer's engine, a few blocks at a time.

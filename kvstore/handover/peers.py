@@ -26,7 +26,7 @@ from kvstore.barrier import Barrier
 from kvstore.core.errors import ProtocolError
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.consumer import STALL_NS, WAITS, Consumer, Waits
-from kvstore.handover.direct_fetches import Send, no_workers
+from kvstore.handover.direct_fetches import Send
 from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.exported import ExportedMemory
 from kvstore.handover.fetches import Fetched
@@ -42,10 +42,8 @@ from kvstore.handover.transfers import (
     Event,
     PeerAgents,
     Quarantine,
-    Reachable,
     Summed,
     Transfers,
-    Unmapped,
     Written,
 )
 from kvstore.logs import RateLog
@@ -71,9 +69,9 @@ class Peers:
         """held_bytes_max: of what is held for one peer at one time. waits: for blocks of peers."""
         self.channel = Channel(key, self._on_message, self._on_lost)
         self.links = Links(self.channel, self._hello)
-        self.exported = ExportedMemory(mover)
+        self.exported = ExportedMemory(mover.exporter)
         self._agents = PeerAgents(mover.exporter)
-        self._send: Send = no_workers
+        self._send: Send = lambda *_: None  # until serve()
         self.engine_writes = EngineWrites(self._to_worker, self._agents.metadata)
         self.producer = Producer(
             lambda: self._namespaces,
@@ -107,9 +105,7 @@ class Peers:
         for fd in (self.channel.fileno(), *mover.fds()):
             self._epoll.register(fd, select.EPOLLIN)
 
-    def serve(
-        self, namespaces: Mapping[str, Source], numbers: Numbers, send: Send = no_workers
-    ) -> None:
+    def serve(self, namespaces: Mapping[str, Source], numbers: Numbers, send: Send) -> None:
         """Hand over blocks of these namespaces, which come and go.
 
         numbers: of the store. send(connection, message, None): to one of its engines' workers.
@@ -430,7 +426,7 @@ class Peers:
         self.channel.forget_silent(self._now_ns)
         self.links.drop_idle()
         inlets = self._used.values()
-        crowded = any(inlet.arrivals.crowded for inlet in inlets)
+        crowded = self._mover.crowded or any(inlet.arrivals.crowded for inlet in inlets)
         late = self._mover.exporter.quarantined_bytes or any(i.arrivals.quarantined for i in inlets)
         used = any(not job.released for job in self.producer.jobs) or any(i.open for i in inlets)
         if self._quarantine.lasts(self._now_ns, crowded=crowded, quiet=bool(late) and not used):
@@ -443,16 +439,15 @@ class Peers:
     def _on_event(self, event: Event) -> None:
         match event:
             case nixl.Ready():
-                started, self.exported.up = self.exported.up is None, event
+                started = self.exported.up is None
+                self.exported.ready(event)
                 for link in self.links.all.values() if started else ():
                     self._inlets[link.digest].heard(link.number, self._now_ns)
                     self.links.greet(link)
             case Down(reason):
                 self._on_down(reason)
-            case Reachable():
-                self.exported.reachable(event)
-            case Unmapped(extent):
-                self.exported.unmapped(extent)
+            case nixl.Mapped():
+                self.exported.mapped(event)
             case Summed(part, sums):
                 self.producer.summed(part, sums)
             case Written(part, ok, stopped):

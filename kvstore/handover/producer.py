@@ -23,11 +23,11 @@ from kvstore.handover.held_memory import HeldMemory
 from kvstore.handover.jobs import Job, Look, OwnExporter, Peer, Source
 from kvstore.handover.moves import DONE, MOVING, SUMMED, SUMMING, TOLD, WANTED
 from kvstore.handover.request_leases import RequestLeases
-from kvstore.handover.runs import Part, Run, at, joined, runs_of
-from kvstore.handover.transfers import EngineWrite, SlotMove, Slots, Transfers
+from kvstore.handover.runs import Part, Run, at, joined, put_at, runs_of
+from kvstore.handover.transfers import EngineWrite, Slots, Transfers
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, u32
-from tiers.nixl.messages import Fill
+from tiers.nixl.messages import Fill, Transfer
 
 GRACE_NS = 5_000_000_000
 WANTED_MAX = 1 << 21  # blocks in open jobs of all peers: a few hundred bytes each
@@ -37,7 +37,7 @@ LATE_MAX = 512  # blocks that may still come and are passed over in a turn, for 
 EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
 
 Send = Callable[[int, Message], None]
-Write = SlotMove | EngineWrite | Fill
+Write = Transfer | EngineWrite | Fill
 Guard = Callable[[int], AbstractContextManager[object]]
 OfJob = m.Land | m.Settle
 
@@ -177,7 +177,7 @@ class Producer:
             self._peers.pop(peer.number, None)
 
     def _hello(self, number: int, hello: m.Hello) -> None:
-        if number in self._peers:
+        if number in self._peers or number in self._early:
             raise ProtocolError("a second Hello")
         served = self._served()
         source = served.get(hello.namespace)
@@ -188,10 +188,9 @@ class Producer:
         elif source is None:
             refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
         elif (ours := self._exporter()) is None:
-            if number in self._early or len(self._early) < EARLY_MAX:
-                if number not in self._early:
-                    self._send(number, m.Welcome())
+            if len(self._early) < EARLY_MAX:
                 self._early[number] = hello
+                self._send(number, m.Welcome())
                 return
             refused = m.Refused(f"{EARLY_MAX} others wait for the exporter to start", True)
         else:
@@ -317,10 +316,8 @@ class Producer:
 
     def summed(self, part: Part, sums: array[int]) -> None:
         """Checksums of blocks of one job were taken."""
-        job, done = self._job_of(part), 0
-        for first, end in runs_of(part.positions):
-            job.sums[first:end] = sums[done : done + end - first]
-            done += end - first
+        job = self._job_of(part)
+        put_at(job.sums, part.positions, sums)
         self._ended(job, part.positions, ok=True)
 
     def written(self, part: Part, *, ok: bool, stopped: bool = False) -> None:
@@ -410,15 +407,11 @@ class Producer:
             else:
                 writes = job.slot_writes(positions)
             for part, write in writes:
-                match write:
-                    case SlotMove():
-                        digest = job.source.layout.digest
-                        self._transfers.move(part, job.peer.agent, digest, write)
-                    case EngineWrite():
-                        workers = job.source.engines.workers(write.engine)
-                        self._engine_writes.start(part, write, workers, now_ns)
-                    case Fill():
-                        self._transfers.fill(part, write)
+                if isinstance(write, EngineWrite):
+                    workers = job.source.engines.workers(write.engine)
+                    self._engine_writes.start(part, write, workers, now_ns)
+                else:
+                    self._transfers.start(part, write)
 
     def _done(self, job: Job, run: Run) -> None:
         """Free blocks of one state that no transfer uses."""

@@ -69,6 +69,14 @@ def at(values: array[int], positions: Sequence[int]) -> array[int]:
     return array(values.typecode, [values[position] for position in positions])
 
 
+def put_at(values: array[int], positions: Sequence[int], found: array[int]) -> None:
+    """Change what an array has at these positions."""
+    done = 0
+    for first, end in runs_of(positions):
+        values[first:end] = found[done : done + end - first]
+        done += end - first
+
+
 def numbers(count: int, typecode: str = "I") -> array[int]:
     """Return an array of zeros."""
     return array(typecode, bytes(count * array(typecode).itemsize))
@@ -92,11 +100,8 @@ class Places:
         if region not in self._numbers:
             self._regions.append(region)
             self._numbers[region] = len(self._regions)
-        number, done = self._numbers[region], 0
-        for first, end in runs_of(positions):
-            self._of[first:end] = array(U32, (number,)) * (end - first)
-            self._slots[first:end] = slots[done : done + end - first]
-            done += end - first
+        put_at(self._of, positions, array(U32, (self._numbers[region],)) * len(positions))
+        put_at(self._slots, positions, slots)
 
     def known(self, positions: Sequence[int]) -> Sequence[int]:
         """Return those of these positions whose place is known."""

@@ -39,32 +39,42 @@ LANDING_FIRST = 1 << 30  # number of the first landing extent; extents of slots 
 REGIONS_MAX = 1 << 16  # of all peers
 LANDINGS_MAX = 8  # namespaces that have landing slots at one time
 RETRY_NS = 1_000_000_000  # between two attempts to allocate landing slots
-MAP_AGAIN_NS = 10_000_000_000  # between two attempts to have the exporter map memory
 THREADS = 2
 BATCH_BYTES_MIN, BATCH_BYTES_MAX = 4 << 20, 32 << 20
 BATCHES = 4  # of a prompt: the first is checked while the next is read
 AGENTS_MAX = 1024  # known to the exporter
 NAMED_MAX = 256  # agents of one connection: an exporter, and workers that are written to
-CROWDED_NS = 1_000_000_000  # more than half of a model's landing slots are in quarantine
+CROWDED_NS = 1_000_000_000  # half of a model's landing slots, or too much that was moving
 QUIET_NS = 60_000_000_000  # anything is in quarantine, and no hand-over is open
 
 
 # What is moved
 
 
-class SlotMove(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots of one of our extents, and those of a peer's region that they are moved from or to.
+def slot_move(
+    peer: str,
+    local: tuple[int, array[int]],
+    remote: tuple[m.Region, array[int]],
+    slot_bytes: int,
+    *,
+    write: bool,
+) -> nixl.Transfer:
+    """Move slots of one of our extents from or to those of a region of a peer's exporter.
 
     write: to the peer. On the side that is written to, they are landing slots.
     """
-
-    write: bool
-    slot_bytes: int
-    extent: int
-    local: array[int]
-    region: m.Region
-    remote: array[int]
-    at_once: int  # blocks in one transfer
+    (extent, ours), (region, theirs) = local, remote
+    return nixl.Transfer(
+        id=0,
+        peer=peer,
+        write=write,
+        extent=extent,
+        address=region.base,
+        region_bytes=region.slots * slot_bytes,
+        block_bytes=slot_bytes,
+        local=ours.tobytes(),
+        remote=theirs.tobytes(),
+    )
 
 
 class EngineWrite(msgspec.Struct, frozen=True):
@@ -98,19 +108,6 @@ class Slots(NamedTuple):
 # What poll() returns
 
 
-class Reachable(msgspec.Struct, frozen=True):
-    """Peers can reach an extent."""
-
-    extent: int
-    base: int
-
-
-class Unmapped(msgspec.Struct, frozen=True):
-    """The exporter maps an extent no more."""
-
-    extent: int
-
-
 class Summed(msgspec.Struct, frozen=True):
     """Checksums of blocks that are handed over."""
 
@@ -142,7 +139,7 @@ class Arrived(msgspec.Struct, frozen=True):
     ok: bool
 
 
-Event = nixl.Ready | supervisor.Down | Reachable | Unmapped | Summed | Checked | Written | Arrived
+Event = nixl.Ready | nixl.Mapped | supervisor.Down | Summed | Checked | Written | Arrived
 
 
 def batch_blocks(block_bytes: int, of: int) -> int:
@@ -164,11 +161,12 @@ class Landing:
         self.slot_bytes = slot_bytes
         self.memory: CpuExtent | None = None
         self.extent = 0  # its number
-        self.base = 0  # its address in the exporter; 0: not mapped yet
+        self.address = 0  # in the exporter, which has not said yet how it is reached
+        self.base = 0  # the same, once it has; 0: not mapped yet
         self.metadata = b""
         self.used_ns = 0
-        self.retry_ns: int | None = 0  # when to allocate or map; None: done, or under way
-        self.failed = False  # the last attempt has
+        self.retry_ns: int | None = 0  # when to allocate it; None: done, or under way
+        self.failed = False  # the last attempt to allocate or map it has
         self._want = want
         self._free: array[int] = array(U32)
 
@@ -218,8 +216,13 @@ class Landing:
     def unmade(self) -> CpuExtent | None:
         """Return the memory, which is used no more."""
         memory, self.memory = self.memory, None
-        self.base, self.retry_ns, self._free = 0, 0, array(U32)
+        self.base, self.address, self.retry_ns, self._free = 0, 0, 0, array(U32)
         return memory
+
+    def reach(self, metadata: bytes) -> None:
+        """Use memory that was mapped before the exporter had this metadata."""
+        if self.address:
+            self.base, self.address, self.metadata = self.address, 0, metadata
 
 
 class Regions:
@@ -257,14 +260,6 @@ class _Transfer(msgspec.Struct, eq=False):
     digest: str | None
     part: Part
     wanted: set[int] | None = None
-
-
-class _Export(msgspec.Struct):
-    """Slots that peers read; again_ns: when to have them mapped again, None: nothing is wrong."""
-
-    fd: int
-    bytes: int
-    again_ns: int | None = None
 
 
 class _Allocated(msgspec.Struct):
@@ -311,12 +306,11 @@ class Transfers:
     """
 
     def __init__(self, service: str, devices: str, landing_bytes: int) -> None:
-        """service, devices: as in exporter Settings. landing_bytes: of each namespace's slots.
+        """service, devices: as of an Exporter. landing_bytes: of each namespace's slots.
 
         Until exporter.wake() there is no process.
         """
-        settings = supervisor.Settings(service, devices, quarantine_bytes_max=landing_bytes)
-        self.exporter = supervisor.Exporter(settings, asleep=True)
+        self.exporter = supervisor.Exporter(service, devices, asleep=True)
         self.devices = devices
         self._landing_bytes = landing_bytes
         self._landings: dict[str, Landing] = {}
@@ -326,10 +320,6 @@ class Transfers:
         self.moved_bytes: Counter[str] = Counter()  # "pulled", "pushed", as NIXL counts them
         self._transfers: dict[int, _Transfer] = {}
         self._moving: dict[tuple[int, int], list[int]] = {}  # by peer and job: its transfers
-        self._exports: dict[int, _Export] = {}  # extents of slots
-        self._unmappable: set[int] = set()  # extents that the exporter could not map
-        self._unreachable: list[Event] = []  # of those that were to be unmapped
-        self._addresses: dict[int, int] = {}  # mapped, and their metadata has not come yet
         self._done = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # threads have results
         self._to_read = False  # from there
         self._runner: Runner[_Work, Summed | Checked | _Allocated] = Runner(
@@ -357,12 +347,7 @@ class Transfers:
     def poll(self, now_ns: int) -> Sequence[Event]:
         """Return what has happened since the last call."""
         self._now_ns = now_ns
-        events, self._unreachable = self._unreachable, []
-        for extent in [*self._unmappable]:
-            export = self._exports.get(extent)
-            if export is not None and export.again_ns is not None and now_ns >= export.again_ns:
-                self._unmappable.discard(extent)
-                self.exporter.map(extent, export.fd, export.bytes, writable=False)
+        events: list[Event] = []
         for event in self.exporter.poll(now_ns):
             events += self._on(event)
         if self._to_read:
@@ -379,52 +364,25 @@ class Transfers:
     def _on(self, event: supervisor.Event) -> Sequence[Event]:
         match event:
             case nixl.Ready(_, metadata):
-                return [event, *self._reachable(metadata)]
-            case nixl.Mapped(extent, int(address)):
-                self._addresses[extent] = address
-                if extent in self._exports:
-                    self._exports[extent].again_ns = None
-            case nixl.Mapped(extent, text=""):
-                return self._unmapped(extent)
-            case nixl.Mapped(extent, text=text):
-                self._unmappable.add(extent)
-                self._not_mapped(extent, text)
+                for landing in self._landings.values():
+                    landing.reach(metadata)
+            case nixl.Mapped(extent) if extent >= LANDING_FIRST:
+                self._on_landing(event)
+                return ()
             case nixl.Ended(number, moved, error):
                 return [self._ended(number, moved, error)]
             case supervisor.Down():
-                self._addresses.clear()
                 for landing in self._landings.values():
-                    landing.base = 0
-                return [event]
-            case _:
-                pass  # refused peers fail their transfers; extents are mapped again
-        return ()
+                    landing.base = landing.address = 0
+        return [event]
 
-    def _not_mapped(self, extent: int, text: str) -> None:
-        """Try again later: the limit of locked memory may be raised, or others may need less."""
-        again_ns, export = self._now_ns + MAP_AGAIN_NS, self._exports.get(extent)
-        if export is None or export.again_ns is None:
-            log.error("peers cannot reach extent %d: %s", extent, text)
-        if export is not None:
-            export.again_ns = again_ns
-        for landing in self._landings.values():
-            if landing.memory is not None and landing.extent == extent:
-                landing.retry_ns, landing.failed = again_ns, True
-
-    def _unmapped(self, extent: int) -> Sequence[Event]:
-        landing = self._leaving.pop(extent, None)
-        if landing is None:
-            return [Unmapped(extent)]
-        landing.close()
-        return []
-
-    def _reachable(self, metadata: bytes) -> list[Reachable]:
-        addresses, self._addresses = self._addresses, {}
-        for landing in self._landings.values():
-            if landing.extent in addresses:
-                landing.base, landing.metadata = addresses[landing.extent], metadata
-                landing.failed = False
-        return [Reachable(extent, address) for extent, address in addresses.items()]
+    def _on_landing(self, event: nixl.Mapped) -> None:
+        if event.extent in self._leaving:
+            if event.address is None:
+                self._leaving.pop(event.extent).close()
+            return
+        landing = next(found for found in self._landings.values() if found.extent == event.extent)
+        landing.address, landing.failed = event.address or 0, event.address is None
 
     def _ended(self, number: int, moved: int, error: str | None) -> Event:
         found = self._transfers.pop(number)
@@ -440,28 +398,8 @@ class Transfers:
 
     # Transfers
 
-    def move(self, part: Part, agent: str, digest: str, move: SlotMove) -> None:
-        """Move slots of a namespace; a read's transfers end as Arrived, a write's as Written."""
-        size, region = move.slot_bytes, move.region
-        for piece in pieces(len(part.positions), move.at_once):
-            transfer = nixl.Transfer(
-                id=0,
-                peer=agent,
-                write=move.write,
-                extent=move.extent,
-                address=region.base,
-                region_bytes=region.slots * size,
-                block_bytes=size,
-                local=move.local[piece].tobytes(),
-                remote=move.remote[piece].tobytes(),
-            )
-            self._start(transfer, None if move.write else digest, part.cut(piece))
-
-    def fill(self, part: Part, fill: nixl.Fill) -> None:
-        """Write parts of slots to a peer's engine; ends as Written."""
-        self._start(fill, None, part)
-
-    def _start(self, move: nixl.Transfer | nixl.Fill, digest: str | None, part: Part) -> None:
+    def start(self, part: Part, move: nixl.Transfer | nixl.Fill, digest: str | None = None) -> None:
+        """Move blocks. A read, for a namespace, ends as Arrived; a write as Written."""
         number = self.exporter.start(move)
         self._transfers[number] = _Transfer(digest, part)
         self._moving.setdefault(part[:2], []).append(number)
@@ -513,23 +451,14 @@ class Transfers:
         """Tell whether more writes may be started: the exporter has read most of what was sent."""
         return self.exporter.has_room
 
+    @property
+    def crowded(self) -> bool:
+        """Tell whether abandoned transfers have as much memory as landing slots may have."""
+        return self.exporter.quarantined_bytes > self._landing_bytes
+
     def over_tcp(self, host: str) -> bool:
         """Tell whether bytes from and to a host travel over TCP."""
         return over_tcp(host, self.devices)
-
-    def export(self, extent: int, fd: int, size: int) -> None:
-        """Let peers read an extent; what cannot be mapped is tried again. fd: until unexport()."""
-        self._exports[extent] = _Export(fd, size)
-        self.exporter.map(extent, fd, size, writable=False)
-
-    def unexport(self, extent: int) -> None:
-        """Send Unmapped once no transfer uses an extent."""
-        self._exports.pop(extent, None)
-        if extent in self._unmappable:
-            self._unmappable.discard(extent)
-            self._unreachable += self._unmapped(extent)
-        else:
-            self.exporter.unmap(extent)
 
     def landing(self, namespace: str, slot_bytes: int) -> Landing:
         """Return a namespace's landing slots."""
@@ -541,10 +470,6 @@ class Transfers:
         """Allocate a landing's memory, as soon as the cap has room for it."""
         landing.used_ns = self._now_ns
         if landing.retry_ns is None or self._now_ns < landing.retry_ns:
-            return
-        if landing.memory is not None:
-            self._unmappable.discard(landing.extent)
-            self._map(landing, landing.memory)
             return
         landing.retry_ns = self._now_ns + RETRY_NS
         there = [each for each in self._landings.values() if each.memory or each.retry_ns is None]
@@ -567,19 +492,15 @@ class Transfers:
             return
         number, self._next_landing = self._next_landing, self._next_landing + 1
         landing.made(number, memory)
-        self._map(landing, memory)
-
-    def _map(self, landing: Landing, memory: CpuExtent) -> None:
-        landing.retry_ns = None
         size = memory.count * memory.slot_bytes
-        self.exporter.map(landing.extent, memory.fd, size, writable=True)
+        self.exporter.map(number, memory.fd, size, writable=True)
 
     def _reclaim(self, landing: Landing) -> None:
         """Free the memory of a landing that is not used, for another namespace's."""
         memory = landing.unmade()
         if memory is not None:
             self._leaving[landing.extent] = memory
-            self.unexport(landing.extent)
+            self.exporter.unmap(landing.extent)
 
     def close(self) -> None:
         """End the process and the threads, and free the landing slots."""

@@ -53,10 +53,6 @@ def framed(body: bytes) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
-class NotFramed(ProtocolError):
-    """Where the next message begins is not known: nothing can be read any more."""
-
-
 class Frames:
     """Cuts a byte stream into the bodies of its frames; h11-like, does no I/O."""
 
@@ -71,14 +67,14 @@ class Frames:
         return len(self._buffer)
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Yield the bodies that are complete now. Raises NotFramed for a length that is none."""
+        """Yield the bodies that are complete now. Raises ProtocolError for too long a one."""
         self._buffer += data
         start = 0
         try:
             while len(self._buffer) - start >= _HEADER.size:
                 (size,) = _HEADER.unpack_from(self._buffer, start)
                 if size > self.bytes_max:
-                    raise NotFramed(f"frame of {size} bytes, at most {self.bytes_max}")
+                    raise ProtocolError(f"frame of {size} bytes, at most {self.bytes_max}")
                 end = start + _HEADER.size + size
                 if len(self._buffer) < end:
                     break
@@ -98,10 +94,7 @@ class Decoder:
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kinds)
 
     def feed(self, data: bytes | memoryview) -> Iterator[Message]:
-        """Yield the messages that are complete now. Raises ProtocolError for anything else.
-
-        What follows a message that is none can still be read, unless it is NotFramed.
-        """
+        """Yield the messages that are complete now. Raises ProtocolError for anything else."""
         for body in self.frames.feed(data):
             yield decoded(self._decoder, body, "this protocol")
 

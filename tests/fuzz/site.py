@@ -39,6 +39,7 @@ from tiers.nixl.ucx import over_tcp
 
 LANDING = 32
 LANDING_EXTENT = 1 << 30
+CROWD = 1 << 20  # bytes of abandoned transfers
 HELD = 16 * SLOT_BYTES
 ENGINES = "giver", "taker", "victim"
 PATIENCE_MS = 2600  # an answer may wait for memory for two seconds
@@ -164,13 +165,13 @@ class Mover(Moves):
     def _start(self) -> None:
         self.agent = f"{self._name}-{next(self._starts)}"
         self._net.movers[self.agent] = self
-        self._events.append(nixl.Ready(self.agent, b"metadata"))
         if self.site is not None:
             self._events += [
-                moves.Reachable(extent, 4096 * extent)
+                nixl.Mapped(extent, 4096 * extent)
                 for namespace in self.site.store.namespaces.values()
                 for extent in namespace.extents
             ]
+        self._events.append(nixl.Ready(self.agent, b"metadata"))
 
     def poll(self, _now_ns: int) -> Sequence[moves.Event]:
         self._polls += 1
@@ -192,11 +193,12 @@ class Mover(Moves):
         self._events.append(Down("test"))
         self._start()
 
-    def export(self, extent: int, _fd: int, _size: int) -> None:
-        self._events.append(moves.Reachable(extent, 4096 * extent))
+    def map(self, extent: int, _fd: int, _size: int, *, writable: bool) -> None:
+        assert not writable
+        self._events += [nixl.Mapped(extent, 4096 * extent), nixl.Ready(self.agent, b"metadata")]
 
-    def unexport(self, extent: int) -> None:
-        self._events.append(moves.Unmapped(extent))
+    def unmap(self, extent: int) -> None:
+        self._events.append(nixl.Mapped(extent))
 
     def fds(self) -> tuple[int, ...]:
         return ()
@@ -229,12 +231,16 @@ class Mover(Moves):
     def quarantined_bytes(self) -> int:
         return self.abandoned
 
+    @property
+    def crowded(self) -> bool:
+        return self.abandoned > CROWD
+
     is_up, starts, broken = True, 1, ""
 
-    def landing_at(self, agent: str, region: m.Region) -> LandingSlots | None:
+    def landing_at(self, agent: str, address: int) -> LandingSlots | None:
         other = self._net.movers.get(agent)
         found = [] if other is None else list(other.landings.values())
-        return next((at for at in found if at.region()[0] == region), None)
+        return next((at for at in found if at.base == address), None)
 
     def filled(self, fill: Fill) -> bool:
         return fill.peer == "evil"

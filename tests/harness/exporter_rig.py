@@ -13,7 +13,7 @@ from tests.bench.steal import Watch
 from tests.harness.patience import WAIT_S
 from tiers.cpu import CpuExtent
 from tiers.nixl.messages import Ended, Mapped, Ready, Transfer
-from tiers.nixl.supervisor import Down, Event, Exporter, Settings
+from tiers.nixl.supervisor import Down, Event, Exporter
 
 EXPORT, LANDING = 1, 2
 KIB = 1 << 10
@@ -40,12 +40,9 @@ class Side:
         transports: str | None = None,
         *,
         extent_bytes: int = 16 * MIB,
-        quarantine_bytes_max: int = 64 * MIB,
         seed: int = 0,
     ) -> None:
-        self.exporter = Exporter(
-            Settings(service, "lo", transports, quarantine_bytes_max=quarantine_bytes_max)
-        )
+        self.exporter = Exporter(service, "lo", transports)
         self.slot_bytes = 64 * KIB
         self.memory = {
             EXPORT: filled(extent_bytes, self.slot_bytes, seed),

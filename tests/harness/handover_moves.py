@@ -10,10 +10,10 @@ from kvstore.core.types import BlockKey
 from kvstore.handover import transfers as t
 from kvstore.handover.checksums import block_sum
 from kvstore.handover.runs import Part
-from kvstore.wire import peer as m
+from kvstore.wire.framing import from_u32
 from tests.harness.fakes import SLOT_BYTES, HeapExtent
 from tiers.cpu import CpuExtent
-from tiers.nixl.messages import Fill
+from tiers.nixl.messages import Fill, Transfer
 
 
 class LandingSlots(t.Landing):
@@ -22,7 +22,7 @@ class LandingSlots(t.Landing):
     def __init__(self, extent: int, count: int, slot_bytes: int = SLOT_BYTES) -> None:
         super().__init__(slot_bytes, lambda _: None)
         self.made(extent, cast("CpuExtent", HeapExtent(count * (slot_bytes + 4), slot_bytes)))
-        self.base, self.metadata = 4096, b"md"
+        self.base, self.metadata = 4096 * extent, b"md"
 
     def give_back(self, slots: Iterable[int]) -> None:
         slots = list(slots)
@@ -48,7 +48,7 @@ class Moves:
         """Bytes of a slot of an exporter's, "": our own; None: none, or it does not move."""
         raise NotImplementedError
 
-    def landing_at(self, agent: str, region: m.Region) -> LandingSlots | None:
+    def landing_at(self, agent: str, address: int) -> LandingSlots | None:
         raise NotImplementedError
 
     def landing(self, digest: str, slot_bytes: int) -> LandingSlots:
@@ -90,20 +90,21 @@ class Moves:
 
         self.do(work)
 
-    def move(self, part: Part, agent: str, digest: str, move: t.SlotMove) -> None:
-        def write() -> t.Event:
-            landing = self.landing_at(agent, move.region)
-            found = [self.slot("", move.extent, number) for number in move.local]
-            return t.Written(part, _put(landing, move.remote, found))
+    def start(self, part: Part, move: Transfer | Fill, digest: str | None = None) -> None:
+        """Each extent is at 4096 times its number."""
 
-        def read() -> t.Event:
-            found = [self.slot(agent, move.region.extent, number) for number in move.remote]
-            return t.Arrived(digest, part, _put(self.landing(digest, 0), move.local, found))
+        def work() -> t.Event:
+            if isinstance(move, Fill):
+                return t.Written(part, self.filled(move))
+            ours, theirs = from_u32(move.local), from_u32(move.remote)
+            if digest is None:
+                landing = self.landing_at(move.peer, move.address)
+                found = [self.slot("", move.extent, number) for number in ours]
+                return t.Written(part, _put(landing, theirs, found))
+            found = [self.slot(move.peer, move.address // 4096, number) for number in theirs]
+            return t.Arrived(digest, part, _put(self.landing(digest, 0), ours, found))
 
-        self.do(write if move.write else read)
-
-    def fill(self, part: Part, fill: Fill) -> None:
-        self.do(lambda: t.Written(part, self.filled(fill)))
+        self.do(work)
 
 
 def _put(landing: LandingSlots | None, slots: Sequence[int], found: Sequence[bytes | None]) -> bool:

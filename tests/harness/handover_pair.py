@@ -378,7 +378,7 @@ class _PairMoves(Moves):
         memory = self._pair.source.extents[extent].memory
         return None if self._fails() else bytes(memory.slot(number))
 
-    def landing_at(self, agent: str, _region: m.Region) -> LandingSlots:
+    def landing_at(self, agent: str, _address: int) -> LandingSlots:
         assert agent == "other"
         return self._pair.landing
 

@@ -99,15 +99,15 @@ class Exporter(Mover):
     def _begin(self) -> None:
         self._ready_ns = None
         self._cables.movers[self.agent] = self
-        self._events.append(nixl.Ready(self.agent, b"metadata"))
         for extent in self._wanted:
             self._map(extent)
+        self._events.append(nixl.Ready(self.agent, b"metadata"))
         for landing in self.landings.values():
             landing.base = 4096 * landing.extent
 
-    def _map(self, extent: int) -> None:
+    def _map(self, extent: int) -> None:  # reached with the next Ready
         self.mapped.add(extent)
-        self._events.append(t.Reachable(extent, 4096 * extent))
+        self._events.append(nixl.Mapped(extent, 4096 * extent))
 
     def restart(self, why: str) -> None:
         """End: what it moved has failed, and what threads do goes on. Then start again."""
@@ -132,12 +132,14 @@ class Exporter(Mover):
 
     # Memory
 
-    def export(self, extent: int, _fd: int, _size: int) -> None:
+    def map(self, extent: int, _fd: int, _size: int, *, writable: bool) -> None:
+        assert not writable
         self._wanted[extent] = None
         if self.up:
             self._map(extent)
+            self._events.append(nixl.Ready(self.agent, b"metadata"))
 
-    def unexport(self, extent: int) -> None:
+    def unmap(self, extent: int) -> None:
         self._wanted.pop(extent)
         self._leaving[extent] = None
 
@@ -174,13 +176,10 @@ class Exporter(Mover):
     def quarantined_bytes(self) -> int:
         return sum(piece.abandoned for piece in self._pieces)
 
-    def move(self, part: Part, agent: str, digest: str, move: t.SlotMove) -> None:
-        for piece in t.pieces(len(part.positions), move.at_once):
-            cut, local, remote = part.cut(piece), move.local[piece], move.remote[piece]
-            failed = t.Written(cut, False) if move.write else t.Arrived(digest, cut, False)
-            self._next = Piece(peer=agent, extent=move.extent, part=cut, failed=failed)
-            of_piece = msgspec.structs.replace(move, local=local, remote=remote)
-            super().move(cut, agent, digest, of_piece)
+    def start(self, part: Part, move: nixl.Transfer | nixl.Fill, digest: str | None = None) -> None:
+        failed = t.Written(part, False) if digest is None else t.Arrived(digest, part, False)
+        self._next = Piece(peer=move.peer, extent=move.extent, part=part, failed=failed)
+        super().start(part, move, digest)
 
     def do(self, work: Callable[[], t.Event]) -> None:
         rng = self._cables.rng
@@ -230,5 +229,5 @@ class Exporter(Mover):
         for extent in [extent for extent in self._leaving if extent not in used]:
             del self._leaving[extent]
             self.mapped.discard(extent)
-            events.append(t.Unmapped(extent))
+            events.append(nixl.Mapped(extent))
         return events

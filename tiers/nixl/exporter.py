@@ -1,6 +1,6 @@
 """The exporter's process: one thread, which has the agent, and the socket of the store.
 
-It ends when the store does, and at once. An invalid message is answered, not fatal.
+It ends when the store does, and at once, and after a message that cannot be: another one starts.
 
 Mapped memory, and transfers in chunks: peers take turns, and so do the transfers of a peer.
 
@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 
 from kvstore.core.errors import ProtocolError
-from kvstore.wire.framing import Decoder, Message, NotFramed, encode
+from kvstore.wire.framing import Decoder, Message, encode
 from tiers.cpu import touch
 from tiers.nixl import messages as m
 from tiers.nixl.agent import Agent, Blocks, Flight, Indices, Places
@@ -142,7 +142,7 @@ class TransferLoop:
     def __init__(
         self,
         agent: Agent,
-        send: Callable[[m.Ended | m.Mapped | m.Meets | m.Wrong], None],
+        send: Callable[[m.Ended | m.Mapped | m.Meets], None],
         clock: Callable[[], float],
     ) -> None:
         """send: where results go. clock: seconds; NIXL takes time in the midst of a step."""
@@ -178,16 +178,15 @@ class TransferLoop:
 
     # Memory
 
-    def remove_extent(self, number: int) -> str | None:
-        """Unmap an extent as soon as nothing is under way there; returns what is wrong."""
+    def remove_extent(self, number: int) -> None:
+        """Unmap an extent as soon as nothing is under way there; it may not have been mapped."""
         extent = self.extents.get(number)
         if extent is None:
-            return f"extent {number} to unmap, expected one of {sorted(self.extents)}"
+            return
         extent.leaving = True
         for found in [found for found in self._open.values() if found.extent is extent]:
             self._fail(found, "refused", f"extent {number} is being unmapped")
         self._unmap(number, extent)
-        return None
 
     def _unmap(self, number: int, extent: Extent) -> None:
         if extent.leaving and not extent.flights:
@@ -213,15 +212,12 @@ class TransferLoop:
             peer.changing = True
             self._change(peer)
 
-    def remove_peer(self, name: str) -> str | None:
-        """Forget a peer as soon as nothing is under way; returns what is wrong."""
-        peer = self._peers.get(name)
-        if peer is None:
-            return f"peer {name!r} to remove, expected one of {sorted(self._peers)}"
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer as soon as nothing is under way."""
+        peer = self._peers[name]
         peer.changing, peer.metadata = True, None
         self._lose(peer, f"{name} was removed")
         self._change(peer)
-        return None
 
     def _change(self, peer: _Peer) -> None:
         if peer.flying or not peer.changing:
@@ -259,7 +255,6 @@ class TransferLoop:
             peer.known = True
         except m.MoveError as exc:
             self._lose(peer, str(exc))
-            self._send(m.Wrong(str(exc), peer.name))
 
     def _lose(self, peer: _Peer, why: str) -> None:
         """Start nothing more with a peer, until it is added again."""
@@ -269,21 +264,18 @@ class TransferLoop:
 
     # Transfers
 
-    def start(self, asked: m.Transfer | m.Fill) -> str | None:
-        """Queue a transfer; returns what is wrong if there can be no result."""
-        if asked.id in self._open:
-            return f"transfer {asked.id} is open, expected a new number"
+    def start(self, asked: m.Transfer | m.Fill) -> None:
+        """Queue a transfer."""
         try:
             found = self._opened(asked)
         except m.MoveError as exc:
             self._send(m.Ended(asked.id, 0, exc.error, str(exc)))
-            return None
+            return
         peer = self._peers[asked.peer]
         self._open[asked.id] = found
         if not peer.waiting and not peer.flying:
             self._turns.append(peer)
         peer.waiting.append(found)
-        return None
 
     def abandon(self, number: int) -> None:
         """Start nothing more of a transfer; it may have ended."""
@@ -475,13 +467,12 @@ class Server:
         self._agent = agent
         self._transfers = TransferLoop(agent, self._tell, time.monotonic)
         self._decoder = Decoder(m.ToExporter)
-        self._descriptors: deque[int] = deque()
-        self._passed = 0  # number of the first of them
+        self._descriptors: deque[int] = deque()  # of extents to map, in the order of their messages
         self._answers = bytearray()
         self._changed = True  # since the store was last told how to reach us
 
     def run(self) -> None:
-        """Serve until the store closes the socket. Raises ProtocolError if it sends no frames."""
+        """Serve until the store closes the socket. Raises ProtocolError for what it cannot send."""
         while True:
             self._flush()
             readable, _, _ = select.select([self._store], [], [], self._transfers.nap_s)
@@ -507,68 +498,42 @@ class Server:
             self._answers.clear()
 
     def _read(self) -> bool:
-        """Act on what the store sends; False: it has closed the socket."""
-        data, descriptors, _, _ = socket.recv_fds(self._store, _READ_BYTES, _DESCRIPTORS_MAX)
+        """Act on what the store sends; False: it has closed the socket. Raises ProtocolError."""
+        data, descriptors, flags, _ = socket.recv_fds(self._store, _READ_BYTES, _DESCRIPTORS_MAX)
         self._descriptors += descriptors
-        if not data:
-            return False
-        while True:
-            try:
-                for message in self._decoder.feed(data):
-                    self._do(message)
-            except NotFramed:
-                raise
-            except ProtocolError as exc:
-                self._tell(m.Wrong(str(exc)))
-                data = b""  # what follows it
-            else:
-                return True
+        if flags & socket.MSG_CTRUNC:  # the next ones would be taken for other extents'
+            raise ProtocolError("a descriptor was lost: none is left here")
+        for message in self._decoder.feed(data):
+            self._do(message)
+        return bool(data)
 
     def _do(self, message: Message) -> None:
-        wrong = None
         match message:
             case m.Transfer() | m.Fill():
-                wrong = self._transfers.start(message)
+                self._transfers.start(message)
             case m.Abandon(number):
                 self._transfers.abandon(number)
-            case m.Map(extent, None):
-                wrong = self._transfers.remove_extent(extent)
-            case m.Map(_, int(descriptor)):
-                self._map(message, descriptor)
+            case m.Map(extent, 0):
+                self._transfers.remove_extent(extent)
+            case m.Map():
+                self._map(message, self._descriptors.popleft())
             case m.Peer(peer, None):
-                wrong = self._transfers.remove_peer(peer)
+                self._transfers.remove_peer(peer)
             case m.Peer(peer, bytes(metadata)):
                 self._transfers.add_peer(peer, metadata)
             case m.Ping():
                 self._tell(message)
-        if wrong is not None:
-            self._tell(m.Wrong(wrong))
 
-    def _map(self, message: m.Map, descriptor: int) -> None:
+    def _map(self, message: m.Map, fd: int) -> None:
         try:
-            fd = self._descriptor(descriptor)
-            try:
-                if message.extent in self._transfers.extents:
-                    raise m.MoveError(f"extent {message.extent} is mapped already", "refused")
-                extent = Extent(self._agent, fd, message.bytes, writable=message.writable)
-            finally:
-                os.close(fd)
+            extent = Extent(self._agent, fd, message.bytes, writable=message.writable)
         except m.MoveError as exc:
             self._tell(m.Mapped(message.extent, text=str(exc)))
             return
+        finally:
+            os.close(fd)
         self._transfers.extents[message.extent] = extent
         self._tell(m.Mapped(message.extent, extent.address))
-
-    def _descriptor(self, number: int) -> int:
-        """Take a descriptor that was passed; close those before it, which no message names."""
-        while self._descriptors and self._passed < number:
-            os.close(self._descriptors.popleft())
-            self._passed += 1
-        if not self._descriptors or self._passed != number:
-            text = f"descriptor {number}, expected {self._passed} or a later one that was passed"
-            raise m.MoveError(text, "refused")
-        self._passed += 1
-        return self._descriptors.popleft()
 
 
 def main(store: socket.socket) -> int:
@@ -583,7 +548,7 @@ def main(store: socket.socket) -> int:
         Server(store, agent).run()
     except (m.MoveError, ProtocolError) as exc:
         with contextlib.suppress(OSError):
-            store.sendall(encode(m.Wrong(str(exc), last=True)))
+            store.sendall(encode(m.Fatal(str(exc))))
         return 1
     except (BrokenPipeError, ConnectionResetError):  # the store is ending
         return 0

@@ -10,15 +10,18 @@
       Transfer, Fill --------------------------> moves
         <------------------------------- Ended
 
-Wrong answers messages that have no other answer.
+A message that cannot be ends the process that gets it, after Fatal from the exporter.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from kvstore.core.errors import TierIOError
 from kvstore.core.layout import PageRun
+from kvstore.core.limits import Count
 from kvstore.wire.framing import Message
 
 ErrorClass = Literal["gone", "refused", "stopped", "failed"]
@@ -41,13 +44,11 @@ class MoveError(TierIOError):
 class Map(Message, frozen=True):
     """Map an extent, and let peers reach it. Its descriptor comes along.
 
-    descriptor: its number among the descriptors passed, from 0; None: end the transfers that use
-    the extent soon, and unmap it. bytes: how much of it, from its start. writable: blocks may land
-    there.
+    bytes: how much of it, from its start; 0, without a descriptor: end the transfers that use the
+    extent soon, and unmap it. writable: blocks may land there.
     """
 
     extent: int
-    descriptor: int | None
     bytes: int = 0
     writable: bool = False
 
@@ -135,7 +136,7 @@ class Mapped(Message, frozen=True):
     """
 
     extent: int
-    address: int | None = None
+    address: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)] | None = None
     text: str = ""
 
 
@@ -148,7 +149,7 @@ class Ended(Message, frozen=True):
     """
 
     id: int
-    bytes: int
+    bytes: Count
     error: ErrorClass | None = None
     text: str = ""
 
@@ -159,17 +160,11 @@ class Meets(Message, frozen=True):
     peer: str | None = None
 
 
-class Wrong(Message, frozen=True):
-    """A message could not be understood, and is skipped.
-
-    peer: one that cannot be added; transfers with it end as "gone". last: the exporter cannot
-    work, and ends.
-    """
+class Fatal(Message, frozen=True):
+    """The exporter cannot work, and ends."""
 
     text: str
-    peer: str | None = None
-    last: bool = False
 
 
 ToExporter = Map | Peer | Transfer | Fill | Abandon | Ping
-ToStore = Ready | Mapped | Ended | Meets | Wrong | Ping
+ToStore = Ready | Mapped | Ended | Meets | Fatal | Ping

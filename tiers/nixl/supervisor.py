@@ -42,14 +42,13 @@ _START_NS = 60_000_000_000
 _PAUSE_MIN_NS = 100_000_000
 _PAUSE_MAX_NS = 10_000_000_000
 _STEADY_NS = 30_000_000_000  # after a life this long it starts again without a pause
-_GRACE_NS = 1_000_000_000  # for transfers that can end at once when they are abandoned
 _HOLD_MIN_NS = 10_000_000_000  # of metadata that a process has ended with; then twice as long
 _HOLD_MAX_NS = 3600_000_000_000
 _HELD_MAX = 256  # pieces of such metadata that are remembered
 _ASK_NS = 2_000_000_000  # without a message, then a Ping
 SILENT_NS = 10_000_000_000  # without a message, then it is killed
-_WRONG_MAX = 100  # of one process
 _TEXT_MAX = 500
+MAP_AGAIN_NS = 10_000_000_000  # between two attempts to map memory
 _END_S = 0.2
 _KILLED_S = 2.0  # the memory of a killed process goes first, which takes time on a busy machine
 _READ_BYTES = 1 << 18
@@ -65,21 +64,7 @@ class Down(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = m.Ready | m.Mapped | m.Ended | m.Wrong | Down
-
-
-class Settings(msgspec.Struct, frozen=True):
-    """Arguments of an exporter.
-
-    service: what its names begin with. devices: network devices that UCX uses; every host that
-    reaches one can read and write the exporter's memory. transports: UCX_TLS; None: UCX chooses.
-    quarantine_bytes_max: of abandoned transfers.
-    """
-
-    service: str
-    devices: str = "lo"
-    transports: str | None = None
-    quarantine_bytes_max: int = 256 << 20
+Event = m.Ready | m.Mapped | m.Ended | Down
 
 
 class Child:
@@ -88,7 +73,7 @@ class Child:
     def __init__(
         self, epoll: select.epoll, service: str, devices: str, transports: str | None
     ) -> None:
-        """Start it. epoll: readable when there is something to do. Others as in Settings.
+        """Start it. epoll: readable when there is something to do. Others as of an Exporter.
 
         Raises TierIOError.
         """
@@ -201,6 +186,8 @@ class _Extent(msgspec.Struct):
     bytes: int
     writable: bool
     leaving: bool = False
+    failed: bool = False  # the last attempt to map it has
+    again_ns: int | None = None  # when to try again; None: it is mapped, or asked for
 
 
 class _Introductions:
@@ -239,20 +226,26 @@ class _Introductions:
         self.waiting.clear()
 
 
-class _OpenTransfer(msgspec.Struct):
-    bytes: int
-    abandoned: bool = False
-
-
 class Exporter:
     """Called from one thread, which lives as long as the store. Nothing blocks but close().
 
     Results come from poll(), each transfer's exactly once.
     """
 
-    def __init__(self, settings: Settings, *, asleep: bool = False) -> None:
-        """The first poll() starts the process. asleep: the first one after wake()."""
-        self._settings = settings
+    def __init__(
+        self,
+        service: str,
+        devices: str = "lo",
+        transports: str | None = None,
+        *,
+        asleep: bool = False,
+    ) -> None:
+        """The first poll() starts the process. asleep: the first one after wake().
+
+        service: what its names begin with. devices: network devices that UCX uses; every host that
+        reaches one can read and write its memory. transports: UCX_TLS; None: UCX chooses.
+        """
+        self._how = service, devices, transports
         self._asleep = asleep
         self._epoll = select.epoll()
         self._child: Child | None = None
@@ -263,13 +256,10 @@ class Exporter:
         self.broken = ""  # why the last one ended before it was up; empty: it did not
         self._extents: dict[int, _Extent] = {}
         self._peers = _Introductions()
-        self._open: dict[int, _OpenTransfer] = {}
+        self._open: dict[int, int] = {}  # transfers, and the bytes that they move
+        self._abandoned: dict[int, int] = {}  # those of them that nothing waits for
         self._events: list[Event] = []
         self._next_id = 1
-        self._descriptors = 0  # passed to this process
-        self._wrong = 0  # messages that it has not understood
-        self._quarantined = 0
-        self._over_ns: int | None = None  # since when there has been too much in quarantine
         self._start_ns = 0  # when to start, or when it was started
         self._pause_ns = 0
         self._silent_ns = 0  # how long it has said nothing, as far as we have looked
@@ -284,16 +274,14 @@ class Exporter:
         """Return when to call poll() at the latest; infinity: when the descriptor says so."""
         if self._events:
             return 0.0
-        due = []
-        if self._state == "down" and not self._closed and not self._asleep:
-            due.append(self._start_ns)
-        if self._state == "starting":
-            due.append(self._start_ns + _START_NS)
-        if self._state == "up":
-            due.append(self._looked_ns + _ASK_NS)
-        if self._over_quarantine:
-            due.append(now_ns if self._over_ns is None else self._over_ns + _GRACE_NS)
-        return max(0, min(due) - now_ns) / 1e9 if due else math.inf
+        if self._state == "ending" or (self._state == "down" and (self._closed or self._asleep)):
+            return math.inf
+        due = {
+            "down": self._start_ns,
+            "starting": self._start_ns + _START_NS,
+            "up": self._looked_ns + _ASK_NS,
+        }
+        return max(0, due[self._state] - now_ns) / 1e9
 
     def wake(self) -> None:
         """Run the process from now on."""
@@ -317,19 +305,15 @@ class Exporter:
     @property
     def quarantined_bytes(self) -> int:
         """Memory of abandoned transfers that have not ended."""
-        return self._quarantined
-
-    @property
-    def _over_quarantine(self) -> bool:
-        return self._quarantined > self._settings.quarantine_bytes_max
+        return sum(self._abandoned.values())
 
     # Requests of the store
 
     def map(self, extent: int, fd: int, size: int, *, writable: bool) -> None:
         """Let peers reach the first `size` bytes of a sealed memfd, in this process and the next.
 
-        Mapped comes for each process anew: addresses differ. The descriptor stays open until one
-        without an address has come; with a text: it cannot be mapped.
+        Mapped comes for each process anew: addresses differ; with a text: it cannot be mapped, and
+        is tried again. The descriptor stays open until one with neither has come.
         """
         check(extent not in self._extents, f"extent {extent} is mapped already")
         self._extents[extent] = _Extent(fd, size, writable)
@@ -338,11 +322,12 @@ class Exporter:
     def unmap(self, extent: int) -> None:
         """Unmap an extent once no transfer uses it; Mapped says when. Open transfers fail."""
         check(extent in self._extents, f"extent {extent} is not mapped")
-        self._extents[extent].leaving = True
-        if self._running:
-            self._send(m.Map(extent, None))
-        elif self._state == "down":
+        found = self._extents[extent]
+        found.leaving = True
+        if found.again_ns is not None or self._state == "down":
             self._gone(extent)
+        elif self._running:
+            self._send(m.Map(extent))
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
         """Learn how to reach a peer now, in this process."""
@@ -362,7 +347,7 @@ class Exporter:
         if self._running:
             if move.peer in self._peers.waiting:
                 self.add_peer(move.peer, self._peers.waiting[move.peer])
-            self._open[number] = _OpenTransfer(move.moved_bytes)
+            self._open[number] = move.moved_bytes
             self._send(msgspec.structs.replace(move, id=number))
         else:
             self._events.append(m.Ended(number, 0, "failed", "the exporter is not running"))
@@ -370,10 +355,8 @@ class Exporter:
 
     def abandon(self, number: int) -> None:
         """Stop waiting for a transfer: our side's blocks are in quarantine until it ends."""
-        found = self._open.get(number)
-        if found is not None and not found.abandoned:
-            found.abandoned = True
-            self._quarantined += found.bytes
+        if number in self._open and number not in self._abandoned:
+            self._abandoned[number] = self._open[number]
             if self._running:
                 self._send(m.Abandon(number))
 
@@ -425,14 +408,14 @@ class Exporter:
                 self._pause(now_ns)
             else:
                 child.flush()
+                self._map_again(now_ns)
                 self._watch(child, now_ns)
         events, self._events = self._events, []
         return events
 
     def _start(self, now_ns: int) -> None:
-        settings = self._settings
         try:
-            child = Child(self._epoll, settings.service, settings.devices, settings.transports)
+            child = Child(self._epoll, *self._how)
         except TierIOError as exc:
             self.broken = str(exc)
             self._events.append(Down(self.broken))
@@ -440,7 +423,7 @@ class Exporter:
             return
         self.starts += 1
         self._child, self._state, self._start_ns = child, "starting", now_ns
-        self._descriptors, self._wrong, self._why = 0, 0, ""
+        self._why = ""
         self._silent_ns, self._looked_ns, self._asked = 0, now_ns, False
         for extent in self._extents:
             self._send_extent(extent)
@@ -452,12 +435,14 @@ class Exporter:
         )  # fmt: skip
         self._start_ns = now_ns + self._pause_ns
 
+    def _map_again(self, now_ns: int) -> None:
+        """The limit of locked memory may have been raised, or others may need less."""
+        for number, extent in self._extents.items():
+            if extent.again_ns is not None and now_ns >= extent.again_ns:
+                self._send_extent(number)
+
     def _watch(self, child: Child, now_ns: int) -> None:
         """End a process that does not work."""
-        self._over_ns = (self._over_ns or now_ns) if self._over_quarantine else None
-        if self._over_ns is not None and now_ns - self._over_ns >= _GRACE_NS:
-            most = self._settings.quarantine_bytes_max
-            self.restart(f"{self._quarantined} bytes in quarantine, {most} at most")
         if self._state == "starting" and now_ns - self._start_ns > _START_NS:
             self.restart(f"it has not started within {_START_NS / 1e9:.0f} s")
         if self._asked and self._silent_ns >= SILENT_NS:
@@ -479,9 +464,8 @@ class Exporter:
     def _send_extent(self, number: int) -> None:
         if self._running:
             extent = self._extents[number]
-            message = m.Map(number, self._descriptors, extent.bytes, extent.writable)
-            self._descriptors += 1
-            self._send(message, extent.fd)
+            extent.again_ns = None
+            self._send(m.Map(number, extent.bytes, extent.writable), extent.fd)
 
     def _hear(self, child: Child) -> bool:
         heard = False
@@ -506,15 +490,8 @@ class Exporter:
                 self._on_extent(message)
             case m.Meets(peer):
                 self._peers.meets = peer
-            case m.Wrong(text, last=True):
-                self._why = text
-            case m.Wrong(text, None):
-                self._wrong += 1
-                log.error("the exporter did not understand: %r", text[:_TEXT_MAX])
-                if self._wrong > _WRONG_MAX:
-                    raise ProtocolError(f"{self._wrong} messages not understood")
-            case m.Wrong():
-                self._events.append(message)
+            case m.Fatal(text):
+                self._why = text[:_TEXT_MAX]
 
     def _on_extent(self, message: m.Mapped) -> None:
         number, mapped = message.extent, message.address is not None
@@ -522,18 +499,20 @@ class Exporter:
         if extent is None or not (mapped or message.text or extent.leaving):
             what = "mapped" if mapped else "unmapped"
             raise ProtocolError(f"extent {number} {what}, which was not asked for")
+        if extent.leaving and not mapped:  # or it could not be mapped
+            self._gone(number)
+            return
         if not mapped:
-            del self._extents[number]
-            # One that could not be mapped is unmapped as it should be, if it was to be.
-            message = m.Mapped(number) if extent.leaving else message
+            if not extent.failed:
+                log.error("peers cannot reach extent %d: %r", number, message.text[:_TEXT_MAX])
+            extent.again_ns = self._looked_ns + MAP_AGAIN_NS
+        extent.failed = not mapped
         self._events.append(message)
 
     def _on_ended(self, message: m.Ended) -> None:
-        found = self._open.pop(message.id, None)
-        if found is None:
+        if self._open.pop(message.id, None) is None:
             raise ProtocolError(f"the end of transfer {message.id}, which is not open")
-        if found.abandoned:
-            self._quarantined -= found.bytes
+        self._abandoned.pop(message.id, None)
         self._events.append(message)
 
     def _on_process_end(self, child: Child) -> None:

@@ -11,17 +11,16 @@ from pathlib import Path
 MUTEX = "UCX_USE_MT_MUTEX"
 RDMA_DEVICES = Path("/sys/class/infiniband")
 # Peers can read the memory of a process with an agent, so it gets no other variables.
-_HANDED_ON = ("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "LD_", "LC_", "LANG", "PATH", "PYTHONHASHSEED")
+_HANDED_ON = (
+    *("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "LD_", "LC_", "LANG", "PATH"),
+    *("PYTHONPATH", "PYTHONHASHSEED"),
+)
 
 
 def environment(devices: str, transports: str | None) -> dict[str, str]:
     """Return a process's environment, without secrets that the store's may hold."""
     ours = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    found = {
-        name: value
-        for name, value in ours.items()
-        if name.startswith(_HANDED_ON) or name == "PYTHONPATH"
-    }
+    found = {name: value for name, value in ours.items() if name.startswith(_HANDED_ON)}
     return found | ucx_settings(devices, transports)
 
 

@@ -149,9 +149,7 @@ class Attached:
 
     def space(self, digest: str, slot_bytes: int) -> DiskNamespace:
         """Return a namespace, a new one if need be."""
-        if digest not in self.spaces:
-            self.spaces[digest] = DiskNamespace(digest, slot_bytes)
-        return self.spaces[digest]
+        return self.spaces.setdefault(digest, DiskNamespace(digest, slot_bytes))
 
     def wake(self, space: DiskNamespace) -> None:
         """Look after a namespace in every poll from now on, until it is at rest."""

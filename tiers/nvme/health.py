@@ -165,14 +165,10 @@ class Health:
 
     # Coming back
 
-    def due(self, now_s: float) -> bool:
-        """Tell whether it is time to try again."""
-        return bool(self._off or self._read_only) and now_s >= self._retry_at_s
-
     @property
     def due_at_s(self) -> float:
         """When it is time to try again."""
-        return self._retry_at_s if self._off or self._read_only else float("inf")
+        return self._retry_at_s if self.reason else float("inf")
 
     def not_yet(self, reason: str, now_s: float) -> None:
         """It was tried in vain."""

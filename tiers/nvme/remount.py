@@ -37,7 +37,7 @@ class Remount:
     def step(self, now_s: float, *, writing: int, stalled: bool) -> None:
         """Go on. writing: calls that write blocks; stalled: calls hang, so trying is no use."""
         self._now_s, self._writing = now_s, writing
-        self._due = self._disk.health.due(now_s) and not stalled
+        self._due = now_s >= self._disk.health.due_at_s and not stalled
         next(self._steps)
 
     def _run(self) -> Iterator[None]:
