@@ -76,6 +76,7 @@ TOLD = (
 )  # have traits of their own
 _ELSEWHERE = re.compile(r'"([\w.-]+/[\w.-]+)--[\w.]+"')
 OTHER_MODELS = ("audio_model_id", "text_model_id")  # in hf_config: they have a part's weights
+SHORT = {"fp8": "fp8_e4m3"}  # data types with two names; vLLM writes either for its own default
 DRAFTERLESS = ("ngram", "ngram_gpu", "suffix")  # drafts of these leave no KV
 
 
@@ -98,7 +99,7 @@ def identity(config: Any) -> tuple[str, dict[str, str], str]:
         "engine": VERSION,
         "model": computing,
         "drafter": drafter,
-        "cache_dtype": "auto" if own else str(cache.cache_dtype),
+        "cache_dtype": "auto" if own else SHORT.get(cache.cache_dtype, str(cache.cache_dtype)),
         # Not get_none_hash_seed: in a worker it is vLLM's default, whatever PYTHONHASHSEED is.
         "hash": [algorithm, resolve_none_hash_seed(get_hash_fn_by_name(algorithm))],
         "settings": settings,

@@ -115,6 +115,11 @@ def test_B3_a_data_type_said_or_taken_is_the_same(tmp_path: Path) -> None:
     one = identity(facts(folder, dtype="torch.bfloat16", cache_dtype="auto"))
     assert identity(facts(folder, dtype="torch.bfloat16", cache_dtype="bfloat16")) == one
     assert identity(facts(folder, dtype="torch.bfloat16", cache_dtype="float16"))[0] != one[0]
+    fp8, same, other = (
+        identity(facts(folder, cache_dtype=name)) for name in ("fp8", "fp8_e4m3", "fp8_e5m2")
+    )
+    assert fp8 == same
+    assert fp8[0] not in (one[0], other[0])
 
 
 def test_B3_the_same_weights_elsewhere_are_the_same_model(tmp_path: Path) -> None:

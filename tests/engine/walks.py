@@ -15,6 +15,7 @@ import torch
 from tests.harness.patience import WAIT_S
 
 TOKENS, WORDS, VOCAB = 16, 2, 97  # of an engine block; of a token's KV, each of 8 bytes
+STATE = 0  # instead of a window: the group has recurrent states
 MASK = (1 << 64) - 1
 POISON = 0x6B
 
@@ -43,7 +44,7 @@ class WalkedEngine:
     def __init__(
         self, model: Path, store: str, windows: Sequence[int | None], *, ahead: bool, **more: Any
     ) -> None:
-        """windows: of its KV groups. more: blocks, budget, running, policy, extra."""
+        """windows: of its KV groups, or STATE. more: blocks, budget, running, policy, extra."""
         from vllm.config import set_current_vllm_config
         from vllm.distributed.kv_transfer import kv_transfer_state
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -68,6 +69,7 @@ class WalkedEngine:
             )
         self._hasher = get_request_block_hasher(TOKENS, sha256)
         self._states: dict[str, Any] = {}
+        self._state_places: dict[tuple[str, int], int] = {}  # by request and group, in its table
         self._steps: deque[Any] = deque()
         self._prompts: dict[str, tuple[list[int], int]] = {}
         self.out: defaultdict[str, list[int]] = defaultdict(list)
@@ -107,6 +109,7 @@ class WalkedEngine:
         ).create_engine_config()
         config.cache_config.block_size = TOKENS
         config.cache_config.num_gpu_blocks = more["blocks"]
+        config.cache_config.mamba_cache_mode = "align"
         config.scheduler_config.async_scheduling = ahead
         return config
 
@@ -117,6 +120,7 @@ class WalkedEngine:
             KVCacheConfig,
             KVCacheGroupSpec,
             KVCacheTensor,
+            MambaSpec,
             SlidingWindowSpec,
         )
 
@@ -125,14 +129,18 @@ class WalkedEngine:
         blocks, groups = config.cache_config.num_gpu_blocks, []
         for number, window in enumerate(windows):
             spec: Any = FullAttentionSpec(**shape)
-            if window is not None:
+            if window == STATE:
+                content: dict[str, Any] = {"shapes": ((TOKENS * WORDS,),), "dtypes": (torch.int64,)}
+                spec = MambaSpec(block_size=TOKENS, **content, mamba_cache_mode="align")
+            elif window is not None:
                 spec = SlidingWindowSpec(**shape, sliding_window=window)
             groups.append(KVCacheGroupSpec([f"layer.{number}"], spec))
         page = groups[0].kv_cache_spec.page_size_bytes
         raw = torch.zeros(blocks * page, dtype=torch.uint8)
         self._kv = raw.view(torch.int64).view(blocks, TOKENS, WORDS).numpy()
         names = [group.layer_names[0] for group in groups]
-        self._views = {name: raw.view(torch.bfloat16).view(blocks, 1, TOKENS, -1) for name in names}
+        rows = {name: 1 if w == STATE else TOKENS for name, w in zip(names, windows, strict=True)}
+        self._views = {n: raw.view(torch.bfloat16).view(blocks, 1, rows[n], -1) for n in names}
         backend = SimpleNamespace(get_attn_backend=lambda: TritonAttentionBackend)
         config.compilation_config.static_forward_context.update(dict.fromkeys(names, backend))
         tensor = KVCacheTensor(raw.numel(), names, 0, page)  # groups share it: ids are of one pool
@@ -207,6 +215,9 @@ class WalkedEngine:
 
     def _update(self, step: Any) -> None:
         """Take in what the step says of requests; nothing of a block that is new survives."""
+        over = {*step.finished_req_ids, *(step.preempted_req_ids or ())}
+        over |= step.scheduled_cached_reqs.resumed_req_ids
+        self._state_places = {k: v for k, v in self._state_places.items() if k[0] not in over}
         for name in step.finished_req_ids:
             self._states.pop(name, None)
         for new in step.scheduled_new_reqs:
@@ -236,6 +247,9 @@ class WalkedEngine:
         for token in state.tokens:
             chain.append(mix(chain[-1], token))
         for group, window in enumerate(self.windows):
+            if window == STATE:
+                self._go_on(name, group, chain, state.computed + count)
+                continue
             first = 0 if window is None else max(0, state.computed - window + 1)
             for at in range(first, state.computed + count):
                 place = state.table[group][at // TOKENS], at % TOKENS
@@ -247,6 +261,19 @@ class WalkedEngine:
             return []
         state.tokens.append(chain[-1] % VOCAB)
         return [state.tokens[-1]]
+
+    def _go_on(self, name: str, group: int, chain: list[int], end: int) -> None:
+        """Take a request's state to a token, as vLLM's preprocess_mamba and its models do."""
+        state = self._states[name]
+        table, place = state.table[group], (end - 1) // TOKENS
+        before = self._state_places.get((name, group), (state.computed - 1) // TOKENS)
+        self._state_places[name, group] = place
+        assert table[place], f"{name} has no block for its state"
+        if state.computed and before != place:
+            self._kv[table[place]] = self._kv[table[before]]
+        held = (self._kv[table[place]] == (chain[state.computed], group)).all()
+        assert held or not state.computed, f"{name}, state of {state.computed} tokens"
+        self._kv[table[place]] = chain[end], group
 
 
 def prompt(family: object, count: int) -> list[int]:
