@@ -214,29 +214,30 @@ def test_B15_a_peer_that_stalls_in_mid_transfer_is_given_up_after_a_time_without
     tmp_path: Path, caplog: pytest.LogCaptureFixture, push: bool, whole: bool
 ) -> None:
     """Some blocks have come, its engine goes on to compute more, and nothing of them comes."""
-    text, waits = prompt("stalls", MANY), 'promote = "2s"\n'
+    text, waits = prompt("stalls", MANY), 'promote = "1s"\n'
     made = pair(tmp_path, waits, push=push, shape=CHUNKED)
     with made as (left, right, prefill, decode):
-        computing = Computing(prefill, left, text)
-        with computing as params:
+        with Computing(prefill, left, text, 0.4) as params:
+            stalled_s: list[float] = []
 
             def stall() -> None:
                 came = "kvstore_fetched_blocks{prefill}"
-                computing.go_on(5)
-                eventually(lambda: over.is_set() or right.numbers().get(came, 0) >= 64)
+                eventually(lambda: right.numbers().get(came, 0) >= 64)
                 (left if whole or push else right).freeze(store=whole)
-                computing.go_on(4)
+                stalled_s.append(time.monotonic())
 
-            staller, over = threading.Thread(target=stall), threading.Event()
+            staller = threading.Thread(target=stall)
             staller.start()
             loaded = decode.run({"d": text}, 3, {"d": params})  # the same tokens
-            over.set()
+            took_s = time.monotonic() - stalled_s[0]
             staller.join()
             (left if whole or push else right).freeze(store=whole, go_on=True)
+        # On a busy machine the last block may have come some time before the count of it.
+        assert 0.5 < took_s < 3.3, "the prefill goes on for longer"
         assert loaded["d"] < MANY // 8 * 8
         [(came, blocks, quiet_s, whole_s)] = given_up(caplog)
         assert 64 <= came < blocks == MANY // 8
-        assert 2 <= quiet_s < MUCH_S
+        assert 1 <= quiet_s < 3
         assert whole_s > quiet_s
         assert right.given_up == 1
         assert decode.worker.take_stats()["given_up_loads"] <= 1
