@@ -116,7 +116,9 @@ def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def forking(request: pytest.FixtureRequest) -> None:
     """Processes can be forked from one that has imported what they need."""
     imports, environment = [*OF_INDEXES], dict(os.environ)
-    if any(item.get_closest_marker("vllm") for item in request.session.items):
+    # All engines are in the first process, whose tests come first; each process knows of all tests.
+    first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
+    if first and any(item.get_closest_marker("vllm") for item in request.session.items):
         from tests.bench import engine
         from tests.engine.support import ENVIRONMENT
 

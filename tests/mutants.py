@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.mutants_events import EVENTS
-from tests.mutants_fleet import FLEET
 from tests.mutants_hints import HINTS
 from tests.mutants_late import LATE
 from tests.mutants_neighbours import NEIGHBOURS
@@ -701,7 +700,7 @@ def _mutant(path: str, tests: str, found: str, instead: str | None = None) -> Mu
 
 MUTANTS = tuple(
     _mutant(path, *line)
-    for table in (LINES, OPERATION, EVENTS, FLEET, HINTS, LATE, NEIGHBOURS, OBJECT, OPS)
+    for table in (LINES, OPERATION, EVENTS, HINTS, LATE, NEIGHBOURS, OBJECT, OPS)
     for path, lines in table.items()
     for line in lines
 )

@@ -1,4 +1,4 @@
-"""Lines that vLLM's scheduler, routers and neighbours put to the test, as LINES in mutants.py."""
+"""Lines that neighbours put to the test, vLLM's and fleets of stores, as LINES in mutants.py."""
 
 from __future__ import annotations
 
@@ -144,6 +144,14 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "store_blocks -k S2_slots_that",
             "{entry.slot for entry in entries}.intersection(map(Slot, damaged))",
             "map(Slot, damaged)",
+        ),
+    ),
+    "kvstore/handover/producer.py": (
+        ("export -k exporter_ended_is_not_wrong", "self._turned_away.add(peer.number)"),
+        (
+            "export -k exporter_ended_is_not_wrong",
+            "        self._turned_away.discard(number)\n        peer =",
+            "        peer =",
         ),
     ),
 }

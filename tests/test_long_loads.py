@@ -105,13 +105,16 @@ def engine_on(
 class Computing:
     """A prompt that one engine computes, slowly, and another one is asked for at the same time."""
 
-    def __init__(self, prefill: Node, store: Store, text: Sequence[int], step_s: float) -> None:
-        """step_s: of each step; the blocks of a step come at its end."""
+    def __init__(
+        self, prefill: Node, store: Store, text: Sequence[int], step_s: float = 60.0
+    ) -> None:
+        """step_s: of each step that does not go on earlier; a step's blocks come at its end."""
         self.prefill, self.store, self.text = prefill, store, text
-        submit = prefill.side.after_forward
+        submit, self._steps = prefill.side.after_forward, threading.Semaphore(0)
 
         def slow(meta: StepMeta) -> None:
-            time.sleep(step_s if meta.stores else 0)
+            if meta.stores:
+                self._steps.acquire(timeout=step_s)
             submit(meta)
 
         prefill.side.after_forward = slow
@@ -132,7 +135,12 @@ class Computing:
             "remote_block_ids": [[1]], "tp_size": 1,
         }  # fmt: skip
 
+    def go_on(self, steps: int) -> None:
+        """Have so many steps end."""
+        self._steps.release(steps)
+
     def __exit__(self, *_: object) -> None:
+        self.go_on(1000)
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
 
@@ -195,6 +203,7 @@ def test_P2_P7_B15_a_prefill_of_ten_seconds_is_waited_for_with_all_settings_as_t
     assert long_prefill(tmp_path / "n", "", 10, push=push, module="kvstore.cli") > 9
 
 
+MUCH_S = 30.0  # more than a busy machine takes, less than a limit that a test has not set
 MANY = 8 * 200 + 3  # tokens whose blocks come in several jobs, computed in several steps
 CHUNKED = msgspec.structs.replace(SHAPE, budget=8 * 16)
 
@@ -241,15 +250,12 @@ def test_B15_an_engine_that_hangs_behind_a_store_that_lives_is_given_up_at_the_l
     """The store says for ever that the request runs."""
     text, waits = prompt("hangs", TOKENS), 'promote = "500ms"\npromote_limit = "2s"\n'
     with pair(tmp_path, waits) as (left, right, prefill, decode):
-        with Computing(prefill, left, text, 8) as params:
-            started = time.monotonic()
+        with Computing(prefill, left, text) as params:
             decode.run({"d": text}, 3, {"d": params})
-            took_s = time.monotonic() - started
-        assert 2 < took_s < 6
         [(came, blocks, quiet_s, whole_s)] = given_up(caplog)
         assert (came, blocks) == (0, WHOLE // 8)
-        assert quiet_s < 1.5
-        assert whole_s >= 2
+        assert quiet_s < whole_s
+        assert 2 <= whole_s < MUCH_S
         assert right.given_up == 1
         eventually(lambda: right.let_go() and left.let_go())
 
@@ -259,7 +265,7 @@ def test_B11_B15_a_request_that_is_aborted_waits_no_longer_for_what_a_peer_compu
 ) -> None:
     text, waits = prompt("aborted", TOKENS), 'promote = "500ms"\n'
     with pair(tmp_path, waits) as (left, right, prefill, decode):
-        with Computing(prefill, left, text, 6) as params:
+        with Computing(prefill, left, text) as params:
             started = time.monotonic()
             step, aborted = decode.engine.step, list[str]()
 
@@ -272,8 +278,6 @@ def test_B11_B15_a_request_that_is_aborted_waits_no_longer_for_what_a_peer_compu
             decode.engine.step = abort_later  # type: ignore[method-assign,assignment]
             with pytest.raises(AssertionError, match=r"^d"):  # it has not all of its tokens
                 decode.run({"d": text}, 3, {"d": params})
-            took_s = time.monotonic() - started
-        assert 0.9 < took_s < 4
         eventually(lambda: right.let_go() and left.let_go())
 
 
@@ -328,18 +332,23 @@ def test_B15_a_disk_that_stalls_is_given_up_after_a_time_without_an_arrival(
     tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
     with on_disk(tmp_path, faults, 'promote = "1s"\n') as (store, engine, text):
-        with faults.of(Call.READ, Kind.EXTENTS, delay_ms=400):
+        with faults.of(Call.READ, Kind.EXTENTS, delay_ms=400) as slow:
             hung = faults.of(Call.READ, Kind.EXTENTS, hang=True)
-            threading.Timer(1.5, hung.__enter__).start()
-            started = time.monotonic()
+
+            def stall() -> None:
+                eventually(lambda: over.is_set() or slow.hurt >= 4)
+                hung.__enter__()
+
+            staller, over = threading.Thread(target=stall), threading.Event()
+            staller.start()
             loaded = engine.run({"stalls": text}, 3, {})
-            took_s = time.monotonic() - started
+            over.set()
+            staller.join()
             hung.__exit__(None, None, None)
-        assert 2 < took_s < 6
         assert loaded["stalls"] < ON_DISK // 8 * 8
         [(came, blocks, quiet_s, whole_s)] = given_up(caplog)
         assert 0 < came < blocks == BLOCKS
-        assert 1 <= quiet_s < 2
+        assert 1 <= quiet_s < MUCH_S
         assert whole_s > quiet_s + 0.3  # some came, one in 0.4 s
         assert store.given_up == 1
         eventually(store.let_go)
@@ -349,16 +358,13 @@ def test_B15_a_disk_that_stalls_is_given_up_after_a_time_without_an_arrival(
 def test_B15_what_only_drips_is_given_up_at_the_limit_for_all(
     tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
-    waits = 'promote = "1s"\npromote_limit = "2s"\n'
+    waits = 'promote = "2s"\npromote_limit = "3s"\n'
     with on_disk(tmp_path, faults, waits) as (store, engine, text):
         with faults.of(Call.READ, Kind.EXTENTS, delay_ms=500):
-            started = time.monotonic()
             engine.run({"drips": text}, 3, {})
-            took_s = time.monotonic() - started
-        assert 2 <= took_s < 4
         [(came, blocks, quiet_s, whole_s)] = given_up(caplog)
         assert 0 < came < blocks == BLOCKS
-        assert quiet_s < 1
-        assert whole_s >= 2
+        assert quiet_s < 2
+        assert 3 <= whole_s < MUCH_S
         assert store.given_up == 1
         eventually(store.let_go)

@@ -146,25 +146,6 @@ def test_S1_all_but_the_newest_tls_is_refused(made: Callable[..., Post]) -> None
     asking.join()
 
 
-def test_without_a_key_only_loopback_is_listened_on(made: Callable[..., Post]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"0\.0\.0\.0:0: not a loopback address and no cluster key"
-    ):
-        made().channel.listen("0.0.0.0", 0)  # noqa: S104
-    made(ClusterKey(b"k" * 32)).channel.listen("0.0.0.0", 0)  # noqa: S104
-
-
-def test_a_port_in_use_is_an_error_that_names_it(made: Callable[..., Post]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=f"peer listen 127.0.0.1:{port}: Address already in use"
-        ):
-            made().channel.listen("127.0.0.1", port)
-
-
 def test_what_cannot_be_read_is_answered_and_counted_and_others_are_served(
     made: Callable[..., Post],
 ) -> None:

@@ -344,6 +344,7 @@ def test_S3_without_a_key_only_loopback_is_dialled() -> None:
     channel.close()
     keyed = Channel(KEY, lambda *_: None, lambda *_: None)
     assert not keyed.refusal("192.0.2.2:9")
+    keyed.listen("0.0.0.0", 0)  # noqa: S104
     keyed.close()
 
 

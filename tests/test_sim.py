@@ -1,4 +1,4 @@
-"""Five hundred worlds of the simulation; `python -m tests.sim SEED` replays one."""
+"""Worlds and fleets of the simulation; `python -m tests.sim [--fleet] SEED` replays one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from connectors.step_meta import StepMeta
 from tests.sim import worker
-from tests.sim.runs import STORE, attempt, attempts, cut_short, replay
+from tests.sim.runs import FLEET, STORE, attempt, attempts, cut_short, replay
 from tests.sim.world import STEPS, Cut
 
 SEEDS = 500
@@ -122,3 +122,39 @@ def test_a_world_that_breaks_is_cut_as_long_as_it_breaks_alike(
 
 def test_nothing_is_cut_from_a_world_that_holds() -> None:
     assert cut_short(2) == (Cut(), "seed 2 breaks nothing")
+
+
+# Fleets of 2 to 4 stores
+
+FLEETS = 24
+# What so many fleets must have met, or their promises were not put to the test.
+MET_BY_FLEETS = (
+    *("handed", "sent twice", "left alone", "fetched", "confirmed", "late", "lost", "gone"),
+    *("lapsed", "released", "restarts", "loads", "loads_failed"),
+)
+# States that faults meet in so few fleets; the others are `make sim-fleet`'s to meet.
+STATES = {
+    *("no hand-over", "link greets", "no answer yet", "claimed", "request runs", "request held"),
+    *("exporter down", "store down"),
+}
+
+
+@pytest.mark.slow
+def test_no_fleet_breaks_a_promise_and_every_fault_and_every_state_is_met() -> None:
+    counts, met = Counter[str](), Counter[tuple[str, str]]()
+    broken = []
+    for outcome in attempts(range(FLEETS), FLEET):
+        counts.update(outcome.counts)
+        met.update(outcome.met)
+        if outcome.error:
+            broken.append(f"seed {outcome.seed}: {outcome.error}")
+    assert not broken
+    assert not [event for event in MET_BY_FLEETS if not counts[event]], counts
+    assert len({fault for fault, _ in met}) >= len(FLEET.faults) - 2
+    assert {state for _, state in met} >= STATES
+
+
+def test_a_seed_is_the_same_fleet_again() -> None:
+    first, second = (replay(2, Cut(steps=150), FLEET) for _ in range(2))
+    assert (first.counts, first.met, first.steps) == (second.counts, second.met, second.steps)
+    assert first.counts["fetched"]

@@ -44,9 +44,9 @@ OURS = "connectors.vllm.TieredConnector"
 TROUBLES = "KVSTORE_TEST_TROUBLES"  # variable of the folder in which tests ask for trouble
 
 
-def only_long(value: object) -> Any:
+def only_long(*values: object) -> Any:
     """Leave a case to `make test-long`: `make test` shows each kind of failure once."""
-    return pytest.param(value, marks=pytest.mark.long)
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def attach(store: StoreProcess | None = None, *, by: str = OURS, **extra: object) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from kvstore.core.types import GroupRule, window_rule
+from kvstore.store import admin
 from tests.bench.engine import Request
 from tests.bench.handover import HANDED
 from tests.bench.models import GEMMA_WINDOW, prompt
@@ -29,6 +31,7 @@ from tests.engine.support import (
     forget,
     given,
     numbers,
+    only_long,
     settled,
     since,
 )
@@ -145,36 +148,57 @@ def fetched(found: dict[str, float]) -> dict[str, int]:
     return {tier: count for tier, count in counts.items() if count}
 
 
-SLOTS = ["pull", "push", "direct", pytest.param("direct push", marks=pytest.mark.long)]
-ENGINES = [
-    "direct from the engine",
-    pytest.param("direct push from the engine", marks=pytest.mark.long),
-]
+SLOTS = ("pull", "push", "direct", "direct push")
+ENGINES = ("direct from the engine", "direct push from the engine")
+QUICK = {
+    *("llama_s pull", "llama_s push", "llama_s direct", "llama_s direct from the engine"),
+    *("gemma3 push", "gemma3 direct from the engine"),
+}
 
 
-def ways(*names: Any) -> pytest.MarkDecorator:
-    """Say how prompts are handed over."""
-    return pytest.mark.parametrize("nodes", names, indirect=True, scope="module")
+def ways(*names: str) -> pytest.MarkDecorator:
+    """Say how prompts are handed over; what is not QUICK is left to `make test-long`."""
+    cases = [f"{model} {way}" for model in GROUPS for way in names]
+    marked = [case if case in QUICK else only_long(case) for case in cases]
+    return pytest.mark.parametrize("nodes", marked, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def prefill_of(
+    model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str, bool], Patient]]:
+    """The prefill node of a model, whose engine shows its memory or not: one at a time."""
+    with ExitStack() as ends:
+
+        @lru_cache(maxsize=1)
+        def started(name: str, serving: bool) -> Patient:
+            ends.close()
+            folder = tmp_path_factory.mktemp("prefill")
+            disk = f'[nvme]\npath = "{folder / "kv"}"\ncapacity = "1GiB"\n'
+            return Patient(model(name), folder / "p", ends, disk, direct=serving)
+
+        yield started
 
 
 @pytest.fixture(scope="module")
 def nodes(
     request: pytest.FixtureRequest,
-    model_name: str,
+    prefill_of: Callable[[str, bool], Patient],
     model: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Patient, Patient]]:
-    folder = tmp_path_factory.mktemp("nodes")
-    disk = f'[nvme]\npath = "{folder / "kv"}"\ncapacity = "1GiB"\n'
-    direct, serving = request.param.startswith("direct"), "from" in request.param
-    how = {"transfer": "push" if "push" in request.param else "pull", "direct": direct}
+) -> Iterator[tuple[str, Patient, Patient]]:
+    """A model, and two nodes with nothing in their stores."""
+    name, _, way = request.param.partition(" ")
+    direct, serving = way.startswith("direct"), "from" in way
+    how = {"transfer": "push" if "push" in way else "pull", "direct": direct}
+    prefill = prefill_of(name, serving)
+    admin.clear(prefill.address)
     with ExitStack() as ends:
-        prefill = Patient(model(model_name), folder / "p", ends, disk, direct=serving)
-        decode = Patient(model(model_name), folder / "d", ends, **how)
+        decode = Patient(model(name), tmp_path_factory.mktemp("decode") / "d", ends, **how)
         if serving:
             seeds = iter(range(9000, 10000))
             eventually(lambda: from_engine(prefill, decode, next(seeds)))
-        yield prefill, decode
+        yield name, prefill, decode
 
 
 def from_engine(prefill: Patient, decode: Patient, seed: int) -> bool:
@@ -186,8 +210,8 @@ def from_engine(prefill: Patient, decode: Patient, seed: int) -> bool:
 
 
 @pytest.fixture
-def pair(nodes: tuple[Patient, Patient], model_name: str, reference: Reference) -> Pair:
-    return Pair(model_name, *nodes, reference)
+def pair(nodes: tuple[str, Patient, Patient], reference: Reference) -> Pair:
+    return Pair(*nodes, reference)
 
 
 def prompts(seed: int, shortest: int) -> list[Request]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -13,7 +13,7 @@ from tests.bench.engine import Engine, EngineFailed, Request
 from tests.bench.models import prompt
 from tests.bench.native import native_config
 from tests.engine.identity import assert_same
-from tests.engine.support import eventually, forget, grown
+from tests.engine.support import eventually, forget, grown, only_long
 from tests.harness.handover_nodes import gone
 
 pytestmark = pytest.mark.vllm
@@ -27,24 +27,27 @@ def requests() -> list[Request]:
     return [Request(id=f"p{i}", tokens=prompt(i, 300 + 97 * i)) for i in range(8)]
 
 
-@pytest.mark.parametrize("name", ["llama_s", pytest.param("gemma3", marks=pytest.mark.long)])
-def test_the_native_peer_loads_what_it_stored(model: Callable[[str], Path], name: str) -> None:
-    with Engine(model(name), connector=native_config(HOST_BYTES)) as engine:
-        reference = engine.run(requests(), max_tokens=TOKENS_OUT)
-        forget(engine)
-        before = engine.metrics()
-        again = engine.run(requests(), max_tokens=TOKENS_OUT)
-        hits = grown(engine, before, "external_prefix_cache_hits")
+@pytest.fixture(scope="module", params=["llama_s", only_long("gemma3")])
+def native(request: pytest.FixtureRequest, model: Callable[[str], Path]) -> Iterator[Engine]:
+    with Engine(model(request.param), connector=native_config(HOST_BYTES)) as engine:
+        yield engine
+
+
+def test_the_native_peer_loads_what_it_stored(native: Engine) -> None:
+    reference = native.run(requests(), max_tokens=TOKENS_OUT)
+    forget(native)
+    before = native.metrics()
+    again = native.run(requests(), max_tokens=TOKENS_OUT)
+    hits = grown(native, before, "external_prefix_cache_hits")
     assert_same(reference, again)
     whole = [len(request.tokens) // 32 * 32 for request in requests()]
     assert [result.cached_tokens for result in again] == whole
     assert hits == sum(whole)
 
 
-def test_a_hung_engine_is_ended(model: Callable[[str], Path]) -> None:
-    with Engine(model("llama_s")) as engine:
-        driver = psutil.Process(engine.pids()["driver"])
-        engine.kill("driver", signal.SIGSTOP)
-        with pytest.raises(EngineFailed, match="not answered in 1 s"):
-            engine.run(requests(), max_tokens=1, timeout_s=1)
-        eventually(lambda: gone(driver))
+def test_a_hung_engine_is_ended(native: Engine) -> None:
+    driver = psutil.Process(native.pids()["driver"])
+    native.kill("driver", signal.SIGSTOP)
+    with pytest.raises(EngineFailed, match="not answered in 1 s"):
+        native.run(requests(), max_tokens=1, timeout_s=1)
+    eventually(lambda: gone(driver))

@@ -92,19 +92,21 @@ def test_M1_M2_hits_are_exact_after_a_reset(served: Served) -> None:
 
 
 def test_O6_with_nothing_else_to_run_a_hit_takes_one_step(served: Served) -> None:
-    """Several tries: a slow store's answer comes a step later."""
+    """Once at least: a slow store's answer comes a step later."""
     one = Request(id="alone", tokens=prompt(77, 1000))
     reference = served.one_by_one([one])
-    steps = []
-    for _ in range(5):
+
+    def steps() -> int | None:
         served.stats()
         forget(served.engine)
         before = served.engine.metrics()
         got = served.one_by_one([one])
         assert_same(reference, got)
         assert grown(served.engine, before, EXTERNAL) == servable(1000)
-        steps.append(got[0].steps_to_first_token or 0)
-    assert min(steps) == (1 if served.groups == 1 else 2), "of one group blocks can fail"
+        return got[0].steps_to_first_token
+
+    expected = 1 if served.groups == 1 else 2  # of one group blocks can fail
+    eventually(lambda: steps() == expected)
     forget(served.engine)
 
 

@@ -13,6 +13,7 @@ from tests.bench.models import prompt
 from tests.bench.store import StoreProcess
 from tests.engine.identity import assert_same
 from tests.engine.support import (
+    CAPACITY,
     ENGINE_BLOCK,
     LLAMA_BLOCK_BYTES,
     TOKENS_OUT,
@@ -38,17 +39,29 @@ def unique(first: int, count: int) -> list[Request]:
     return [Request(id=f"l{n}", tokens=prompt(n, PROMPT)) for n in range(first, first + count)]
 
 
+@pytest.fixture(scope="module")
+def shared(
+    model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, StoreProcess]]:
+    """12 blocks in a step, of 160; and its store."""
+    with (
+        StoreProcess(tmp_path_factory.mktemp("late"), CAPACITY, "[peer]\n") as store,
+        Engine(
+            model("llama_s"),
+            connector=attach(store, storing="late"),
+            kv_cache_bytes=160 * LLAMA_BLOCK_BYTES,
+            max_num_batched_tokens=256,
+            extra={"max_num_seqs": 4, "max_model_len": 2048},
+        ) as engine,
+    ):
+        yield engine, store
+
+
 @pytest.fixture
-def engine(model: Callable[[str], Path], store: StoreProcess) -> Iterator[Engine]:
-    """12 blocks in a step, of 160."""
-    with Engine(
-        model("llama_s"),
-        connector=attach(store, storing="late"),
-        kv_cache_bytes=160 * LLAMA_BLOCK_BYTES,
-        max_num_batched_tokens=256,
-        extra={"max_num_seqs": 4, "max_model_len": 2048},
-    ) as made:
-        yield made
+def late(shared: tuple[Engine, StoreProcess]) -> tuple[Engine, StoreProcess]:
+    """Both, with nothing in the engine's own cache."""
+    forget(shared[0])
+    return shared
 
 
 def run(engine: Engine, requests: list[Request]) -> list[int]:
@@ -63,16 +76,17 @@ def stored(store: StoreProcess) -> int:
 
 
 def test_O28_blocks_are_stored_when_the_engine_needs_room_and_the_next_turn_hits(
-    engine: Engine, store: StoreProcess, reference: Reference
+    late: tuple[Engine, StoreProcess], reference: Reference
 ) -> None:
-    prompts = unique(700_000, 6)
+    (engine, store), prompts = late, unique(700_000, 6)
+    before = stored(store)
     first = engine.run(prompts, max_tokens=TOKENS_OUT)
     engine.go_idle()
-    assert stored(store) == 0, "there is room: the engine has them all"
+    assert stored(store) == before, "there is room: the engine has them all"
     assert run(engine, prompts) == [servable(PROMPT)] * 6
-    assert stored(store) == 0
+    assert stored(store) == before
     run(engine, unique(701_000, 12))
-    assert stored(store) >= 6 * 15, "these had to leave"
+    assert stored(store) - before >= 6 * 15, "these had to leave"
     turns = [
         Request(id=one.id, tokens=[*one.tokens, *answer.tokens, *prompt(702_000 + n, 300)])
         for n, (one, answer) in enumerate(zip(prompts, first, strict=True))
@@ -104,8 +118,10 @@ def test_O28_with_slow_copies_and_little_memory_outputs_are_those_of_an_empty_ca
     assert stored(store) > 100, "not only what had room in the engine"
 
 
-def test_O28_a_reset_of_the_engines_cache_loses_what_was_not_stored(engine: Engine) -> None:
-    prompts = unique(710_000, 3)
+def test_O28_a_reset_of_the_engines_cache_loses_what_was_not_stored(
+    late: tuple[Engine, StoreProcess],
+) -> None:
+    (engine, _), prompts = late, unique(710_000, 3)
     run(engine, prompts)
     forget(engine)
     run(engine, unique(711_000, 12))
@@ -113,21 +129,18 @@ def test_O28_a_reset_of_the_engines_cache_loses_what_was_not_stored(engine: Engi
 
 
 def test_O28_what_another_engine_continues_is_stored_at_once(
-    model: Callable[[str], Path], tmp_path: Path
+    late: tuple[Engine, StoreProcess],
 ) -> None:
-    with (
-        StoreProcess(tmp_path, "64MiB", "[peer]\n") as store,
-        Engine(model("llama_s"), connector=attach(store, storing="late")) as engine,
-    ):
-        (one,) = unique(720_000, 1)
-        engine.run([one], max_tokens=1)
-        engine.go_idle()
-        assert stored(store) == 0
-        handed = Request(id="h", tokens=prompt(720_001, PROMPT), kv_transfer_params=HANDED)
-        (result,) = engine.run([handed], max_tokens=1)
-        engine.go_idle()
-        assert result.kv_transfer_params is not None
-        assert stored(store) == PROMPT // ENGINE_BLOCK + 1, "with the partly filled one"
+    (engine, store), before = late, stored(late[1])
+    (one,) = unique(720_000, 1)
+    engine.run([one], max_tokens=1)
+    engine.go_idle()
+    assert stored(store) == before
+    handed = Request(id="h", tokens=prompt(720_001, PROMPT), kv_transfer_params=HANDED)
+    (result,) = engine.run([handed], max_tokens=1)
+    engine.go_idle()
+    assert result.kv_transfer_params is not None
+    assert stored(store) - before == PROMPT // ENGINE_BLOCK + 1, "with the partly filled one"
 
 
 def test_O28_a_model_with_windows_is_stored_eagerly_and_the_log_says_so(

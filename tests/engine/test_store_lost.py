@@ -23,6 +23,7 @@ from tests.engine.support import (
     forget,
     grown,
     meanwhile,
+    only_long,
     private_store_of,
     servable,
 )
@@ -122,6 +123,7 @@ def test_a_store_that_is_killed_in_a_copy(
     assert grown(patient.engine, before, DETACHED) == 1
 
 
+@pytest.mark.parametrize("patient", ["shared", only_long("private")], indirect=True, scope="module")
 @pytest.mark.parametrize("what", ["store", "load", "lookup"])
 def test_a_store_that_freezes_in_a_copy(patient: Troubled, reference: Reference, what: str) -> None:
     requests = prompts(12 + ["store", "load", "lookup"].index(what))

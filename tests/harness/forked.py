@@ -34,12 +34,14 @@ OF_ENGINES = (
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.gemma3",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.core.sched.scheduler",
 )
 
 
 def start_server(imports: Sequence[str], environment: Mapping[str, str]) -> None:
     """Have the imports done, in an environment; the process ends with this one."""
-    multiprocessing.set_forkserver_preload(list(imports))
+    multiprocessing.set_forkserver_preload([*imports, "tests.harness.frozen"])
     with patch.dict(os.environ, environment):
         forkserver.ensure_running()
 

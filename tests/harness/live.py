@@ -268,9 +268,10 @@ def engine(store: Reachable, name: str = "engine", **how: Any) -> LiveEngine:  #
 
 
 def eventually(done: Callable[[], object]) -> None:
-    """Wait until something holds."""
-    end = time.monotonic() + WAIT_S
+    """Wait until something holds; what takes long is looked at less often, as looking costs."""
+    end, pause_s = time.monotonic() + WAIT_S, 0.002
     while not done():
         if time.monotonic() > end:
             pytest.fail("did not happen in time")
-        time.sleep(0.002)
+        time.sleep(pause_s)
+        pause_s = min(0.02, 1.2 * pause_s)

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,18 +58,24 @@ class Prometheus:
         assert found["status"] == "success", f"{query}: {found.get('error')}"
         return [(each["metric"], float(each["value"][1])) for each in found["data"]["result"]]
 
-    def wait_for(self, query: str, what: str) -> Series:
-        """Ask until a query gives series whose values are all above 0."""
+    def wait_for(
+        self,
+        query: str,
+        what: str,
+        right: Callable[[float], bool] = lambda value: value > 0,
+        of: Callable[[Iterable[bool]], bool] = all,
+    ) -> Series:
+        """Ask until a query gives series whose values are right: all of them, or any."""
         end = time.monotonic() + WAIT_S
-        while not ((found := self.ask(query)) and all(value > 0 for _, value in found)):
+        while not ((found := self.ask(query)) and of(right(value) for _, value in found)):
             assert time.monotonic() < end, f"{what}: {query} gives {found}"
             time.sleep(SCRAPE_S / 2)
         return found
 
     def seen(self, count: int = 2) -> None:
-        """Wait until each target has been scraped a few times more."""
+        """Wait until each target has answered a few scrapes more."""
         began = time.time()
-        query = f"min(count_over_time(up[{max(1, int(WAIT_S))}s]))"
+        query = f"min(sum_over_time(up[{max(1, int(WAIT_S))}s]))"
         before = max((value for _, value in self.ask(query)), default=0.0)
         while max((value for _, value in self.ask(query)), default=0.0) < before + count:
             assert time.time() < began + WAIT_S, f"not scraped: {self.get('/api/v1/targets')}"
