@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GHOSTS_MIN, GHOSTS_MAX = 1 << 12, 1 << 22  # entries: 48 KiB to 48 MiB, taken as they are written
+GHOSTS_MIN, GHOSTS_MAX = 1 << 12, 1 << 22  # entries: 64 KiB to 64 MiB, taken as they are written
 
 
 def _ghosts(entries: int) -> Ghosts:

@@ -49,6 +49,7 @@ class Served:
     def _start(self) -> None:
         # A new one for each engine: one of before connects to it again, but was sent nothing.
         self._subscription: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        self._subscription.setsockopt(zmq.RECONNECT_IVL, 1)  # ms: a new engine soon says the first
         self._subscription.connect(self._endpoint)
         self._subscription.subscribe(b"")
         events = {"enable_kv_cache_events": True, "endpoint": self._endpoint}
