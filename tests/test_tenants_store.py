@@ -136,7 +136,7 @@ def test_Q41_a_quota_set_at_run_time_takes_effect_at_once_also_while_nothing_goe
         assert cli.main(["quota", "a", "cpu", "none", *place]) == 0
         shown = capsys.readouterr().out.splitlines()
         assert shown[0].split() == ["tenant", "tier", "used", "quota", "floor"]
-        assert shown[1].split() == ["a", "cpu", "2", "MiB", "none", "0", "B"]
+        assert shown[1].split() == ["a", "cpu", "2", "MiB", "-", "0", "B"]
     with LiveStore(config) as store, engine(store) as one:
         put(one, "a", "more", 1)
         eventually(lambda: used(store, "a", "nvme") == 5)  # what it had before, too
