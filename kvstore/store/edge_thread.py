@@ -46,7 +46,7 @@ class _Daemons(Executor):
         if not self._free.acquire(blocking=False):
             raise ConfigError(f"{THREADS_MAX} calls of the file system hang: none is added")
         future: Future[R] = Future()
-        future.set_running_or_notify_cancel()  # it ends even where nobody waits any more
+        future.set_running_or_notify_cancel()  # a caller that gives up cannot cancel it
 
         def run() -> None:
             try:

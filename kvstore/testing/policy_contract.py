@@ -35,7 +35,7 @@ class Memory(Cache):
         return Chain(b"".join(hashes), _WIDTH, 1)
 
     def fill(self, chain: Chain) -> int:
-        """Use a prompt, and store what is missing while there is room; count what is there."""
+        """Use a prompt and store its missing blocks; return how many of its blocks are stored."""
         return sum(self.use(chain))
 
     def lease(self, chain: Chain) -> Lease | None:
