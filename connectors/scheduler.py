@@ -26,7 +26,8 @@ A request's life here:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from connectors.compute_pace import ComputePace
@@ -46,7 +47,7 @@ from connectors.pd_scheduler import HandOvers
 from connectors.request_lookups import IDLE_WAIT_S, RequestLookups
 from connectors.request_policy import NO_LIMITS, RequestPolicy
 from connectors.request_state import NEVER, Phase, TrackedRequest
-from connectors.step_loads import StepLoads
+from connectors.step_loads import StepLoad, StepLoads
 from connectors.step_meta import StepMeta, StoreJob
 from connectors.store_client import NO_HITS, Grant, StoreClient
 from connectors.store_planner import StorePlanner
@@ -92,7 +93,6 @@ class SchedulerHalf:
         self._untracked: dict[str, int] = {}  # requests without keys here: the engine's tokens
         self._arrivals = 0
         self._scheduled: Mapping[str, int] = {}  # in the last step
-        self._ended: set[str] = set()  # requests that have ended since
         self._tokens_left: dict[str, int] = {}  # to compute until a block can be complete
         self._final_stores: list[StoreJob] = []  # of requests that have ended
         self.events = BlockEvents(geometry, client)
@@ -190,6 +190,9 @@ class SchedulerHalf:
         tracked.local = computed
         tracked.in_step = False
         self._lookups.queue.mark_tried(tracked)
+        hashes, loads = tracked.request.block_hashes, self._step_loads
+        if loads is not None and loads.fill(hashes, computed // self._geometry.hash_tokens):
+            return None, False  # the next step can admit it: by then these blocks are right
         tokens = self._loadable(tracked, computed)
         if tracked.gives_way and tokens is not None and len(self._requests) > 1:
             tokens = self._lookups.defer(tracked)
@@ -217,15 +220,9 @@ class SchedulerHalf:
         tokens = end - computed
         if self._late is not None:
             self._late.make_way(tokens)
-        loads = self._step_loads
-        if loads is not None and self._is_alone():
-            tracked.in_step = loads.allows(tracked, grant, -(-tokens // size))
+        if self._step_loads is not None:
+            tracked.in_step = self._step_loads.allows(tracked, grant, -(-tokens // size))
         return tokens
-
-    def _is_alone(self) -> bool:
-        """Return True if the engine has one request, and nothing else that reads what it loads."""
-        requests = self._requests.keys()
-        return len(requests) == 1 and self._scheduled.keys() <= self._ended | requests
 
     def _usable(self, tracked: TrackedRequest, grant: Grant, computed: int) -> int:
         """Count the leading tokens that all groups have, the engine's own included."""
@@ -291,8 +288,11 @@ class SchedulerHalf:
             tracked.phase = Phase.NEW
             self._hand_overs.release(request_id)
         if tracked.in_step and self._step_loads is not None:
-            first = tracked.local // self._geometry.engine_block_tokens[0]
-            self._step_loads.planned(tracked, list(table[0][first:]))
+            geometry, local = self._geometry, tracked.local
+            blocks = list(table[0][local // geometry.engine_block_tokens[0] :])
+            loaded = -(-external // geometry.block_tokens)
+            load = StepLoad(tracked, blocks, local // geometry.hash_tokens, loaded)
+            self._step_loads.planned(load)
         tracked.remote = NO_REMOTE
         self._lookups.end(tracked, used=used)
 
@@ -324,7 +324,7 @@ class SchedulerHalf:
             else:
                 self._store_complete(request_id, tokens, step)
         stores = self._stores.take_jobs()
-        self._scheduled, self._ended = step.scheduled, set()
+        self._scheduled = step.scheduled
         early, self._final_stores = tuple(self._final_stores), []
         flush = self._stores.fence(written)
         flush.difference_update(job.job_id for job in stores)
@@ -376,18 +376,18 @@ class SchedulerHalf:
             if tracked is not None and tracked.phase is Phase.LOADING:
                 self._loaded(tracked, failed=request_id in bad)
 
-    def step_load_failed(self) -> Sequence[int]:
-        """Take the workers' report that the load in the last step failed.
+    def step_loads_failed(self, blocks: AbstractSet[int]) -> set[int]:
+        """Take the workers' report of engine blocks that loads in the last step did not fill.
 
-        Returns the engine blocks that hold wrong bytes until they are computed; the engine must
-        not find them by their hashes.
+        Returns those that hold wrong bytes until they are computed; the engine must not find them
+        by their hashes.
         """
-        loads = self._step_loads
-        tracked, blocks = (None, ()) if loads is None else loads.failed()
-        if tracked is not None:
-            tracked.started_at = None
-            self._load_failed(tracked)
-        return blocks
+        wrong: set[int] = set()
+        for load in () if self._step_loads is None else self._step_loads.failed(blocks):
+            load.tracked.started_at = None
+            self._load_failed(load.tracked)
+            wrong.update(load.blocks)
+        return wrong
 
     def copied(self, copied_bytes: int, seconds: float) -> None:
         """Take the workers' report of what loads have copied, and how long that took."""
@@ -448,7 +448,6 @@ class SchedulerHalf:
         True: they are handed over and found no slot yet; a later step names the request as sent.
         """
         tracked = self._requests.pop(request_id, None)
-        self._ended.add(request_id)
         self._tokens_left.pop(request_id, None)
         self._untracked.pop(request_id, None)
         if tracked is None:

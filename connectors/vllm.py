@@ -162,9 +162,16 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(kv_connector_metadata, TieredMetadata):
             self._worker_half().before_step(kv_connector_metadata.step)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads; those in the step end here."""
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Start this step's loads; those in the step end here.
+
+        vLLM calls this before the forward pass, behind the fence and whatever zeroes blocks.
+        """
+        super().bind_connector_metadata(connector_metadata)
         self._worker_half().start_loads(self._step())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Do nothing: vLLM calls this after the forward pass, and loads had lost that time."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: what a forward pass reads was loaded before it."""
@@ -262,7 +269,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             over = meta.stores_over
             side.half.copied(meta.copied_bytes, meta.copied_s)
         if connector_output.invalid_block_ids:
-            side.on_step_load_failed()
+            side.on_step_loads_failed(connector_output.invalid_block_ids)
         side.half.on_output(
             over, connector_output.finished_recving or (), connector_output.failed_recving or ()
         )

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from copy import copy
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -297,13 +298,13 @@ class SchedulerSide:
         table = ids_of(blocks.blocks)
         self.half.update_state_after_alloc(request.request_id, table, external)
 
-    def on_step_load_failed(self) -> None:
+    def on_step_loads_failed(self, blocks: AbstractSet[int]) -> None:
         """Have vLLM forget what it computed from blocks that were not loaded.
 
         With the policy 'recompute' it leaves them in its prefix cache until they are computed
         again, which they are not if the request is aborted before.
         """
-        self.manager.evict_blocks(set(self.half.step_load_failed()))
+        self.manager.evict_blocks(self.half.step_loads_failed(blocks))
 
     def hit_sources(self, request_id: str, tokens: int) -> dict[CacheHitSource, int]:
         """Split the loaded tokens by the tier they come from."""

@@ -86,29 +86,41 @@ def test_O6_O15_a_step_that_cannot_be_taken_twice_has_no_such_load() -> None:
     assert script.matched(request) == (32, True)
 
 
-def test_O6_another_request_that_runs_is_not_held_up() -> None:
+def test_O6_a_load_ends_in_its_step_beside_requests_that_run_and_wait() -> None:
     script, request = idle_engine(), Request("r", 40, "b")
     running(script, "other")
+    script.half.on_new_request(Request("waits", 40, "c"))
     script.arrive(request, [0, 1])
-    assert script.matched(request) == (32, True)
-    script.half.request_finished("other", [[9]])
-    assert script.matched(request) == (32, False), "it has ended since"
-
-
-def test_O6_another_request_that_waits_is_not_held_up() -> None:
-    script, request = hit(40)
-    script.half.on_new_request(Request("waits", 40, "b"))
-    assert script.matched(request) == (32, True)
-
-
-def test_O6_a_request_that_was_not_announced_is_not_held_up() -> None:
-    """One with an adapter, of which the engine only says that it runs."""
-    script, request = idle_engine(), Request("r", 40)
-    script.half.build_meta(Step({"adapter": 1}, (), lambda _: ()))
-    script.arrive(request, [0, 1])
-    assert script.matched(request) == (32, True)
-    script.half.request_finished("adapter", [[]])
     assert script.matched(request) == (32, False)
+
+
+def test_O6_the_loads_of_a_step_take_as_long_together_as_one_may() -> None:
+    script = idle_engine(block_bytes=START_BYTES // 4)
+    requests = [Request(text, 40, text) for text in "abc"]
+    for request in requests:
+        script.arrive(request, [0, 1])
+    for request in requests[:2]:
+        assert script.matched(request) == (32, False)
+        script.half.update_state_after_alloc(request.request_id, TABLE, 32)
+    assert script.matched(requests[2]) == (32, True), "no time is left in this step"
+    script.step()
+    assert script.matched(requests[2]) == (32, False)
+
+
+def test_O6_who_would_read_what_a_step_loads_waits_for_the_next_step() -> None:
+    """The engine finds blocks by their hashes as soon as they are allocated."""
+    script, request = hit(48)
+    assert script.matched(request, 16) == (16, False)
+    same, other, shorter = Request("same", 48), Request("other", 48, "b"), Request("less", 17)
+    for late in (same, other, shorter):
+        script.arrive(late, [0, 1])
+    script.half.update_state_after_alloc("r", TABLE, 16)
+    assert script.matched(same, 32) == (None, False)
+    assert script.matched(same, 16) == (16, False), "it has the engine's own block only"
+    assert script.matched(other, 32)[0] is not None
+    assert script.matched(shorter, 16) == (0, False)
+    script.step(request, 16, TABLE)
+    assert script.matched(same, 32)[0] == 0, "they are right by now"
 
 
 @pytest.mark.parametrize("tier", ["nvme", "peer"])
@@ -180,7 +192,7 @@ def test_O6_how_long_a_copy_takes_is_measured() -> None:
 def test_O6_a_request_that_comes_back_is_decided_on_anew() -> None:
     script, request = hit(40)
     assert script.matched(request) == (32, False)
-    script.half.on_new_request(Request("second", 8, "b"))  # the engine had no room for the first
+    script.half.copied(MEASURED_BYTES_MIN, 1.0)  # the engine had no room for it
     assert script.matched(request) == (32, True)
     script.half.update_state_after_alloc("r", TABLE, 32)
     (job,) = script.step().loads
@@ -218,11 +230,30 @@ def test_O15_a_request_that_loaded_in_a_step_stores_nothing_before_its_output_is
 
 def test_O15_what_a_failed_load_left_wrong_is_named_and_stored_once_it_is_computed() -> None:
     script, request = begun(48)
-    assert list(script.half.step_load_failed()) == [1, 2, 3], "loaded, and computed from it"
+    assert script.half.step_loads_failed({2}) == {1, 2, 3}, "loaded, and computed from it"
     assert script.half.take_stats()["load_failed"] == 1
     script.half.on_output({}, [], [])
     request.num_computed_tokens = 0
     assert script.indices(request, script.step(request, 48, TABLE)) == [0, 1, 2]
+
+
+def test_O15_of_the_loads_of_a_step_one_may_fail() -> None:
+    script = idle_engine()
+    tables = {"a": [[1, 2, 3]], "b": [[4, 5, 6]]}
+    requests = {text: Request(text, 48, text) for text in tables}
+    for name, request in requests.items():
+        script.arrive(request, [0, 1])
+        external, _ = script.matched(request)
+        script.half.update_state_after_alloc(name, tables[name], external or 0)
+        request.num_computed_tokens = 32
+    script.half.build_meta(Step({"a": 16, "b": 16}, (), tables.__getitem__))
+    assert script.half.step_loads_failed({5}) == {4, 5, 6}
+    requests["b"].num_computed_tokens = 0
+    both = Step({"a": 1, "b": 48}, (), tables.__getitem__)
+    requests["a"].num_computed_tokens = 48
+    meta = script.half.build_meta(both)
+    assert script.indices(requests["a"], meta) == [2]
+    assert script.indices(requests["b"], meta) == [0, 1, 2], "all of it is computed again"
 
 
 def test_O15_only_what_lies_behind_the_engines_own_blocks_is_wrong() -> None:
@@ -231,20 +262,20 @@ def test_O15_only_what_lies_behind_the_engines_own_blocks_is_wrong() -> None:
     script.half.update_state_after_alloc("r", TABLE, 16)
     request.num_computed_tokens = 32
     script.step(request, 16, TABLE)
-    assert list(script.half.step_load_failed()) == [2, 3]
+    assert script.half.step_loads_failed({2}) == {2, 3}
 
 
 def test_O15_what_is_wrong_is_named_though_the_request_was_aborted_meanwhile() -> None:
     script, _ = begun(48)
     script.half.request_finished("r", TABLE)
-    assert list(script.half.step_load_failed()) == [1, 2, 3]
+    assert script.half.step_loads_failed({1, 2}) == {1, 2, 3}
 
 
 def test_O15_a_load_of_an_earlier_step_does_not_fail_any_more() -> None:
     script, request = begun(48)
     script.half.on_output({}, [], [])
     script.step(request, 1, TABLE)
-    assert list(script.half.step_load_failed()) == []
+    assert script.half.step_loads_failed({1, 2}) == set()
     assert "load_failed" not in script.half.take_stats()
 
 

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from connectors import vllm, vllm_scheduler, worker, worker_copies
 from connectors.copies.host import LayerCache
+from connectors.step_loads import StepLoads
 from connectors.step_meta import StepMeta
 from connectors.worker import WorkerHalf
 from connectors.worker_copies import LoadTask, StoreTask
@@ -93,8 +94,19 @@ class TroubledCopies(worker_copies.Copies):
         time.sleep(pause_s / 2)
 
 
+class TroubledStepLoads(StepLoads):
+    """Its loads that a step waits for."""
+
+    def allows(self, *what: Any) -> bool:
+        return not wants(Trouble.OUTSIDE) and super().allows(*what)
+
+
 class TroubledConnector(vllm.TieredConnector):
-    """Ours, with such a worker."""
+    """Ours, with such halves."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        with patch.object(vllm_scheduler, "StepLoads", TroubledStepLoads):
+            super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         with patch.object(worker, "WorkerHalf", TroubledWorker):

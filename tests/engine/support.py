@@ -78,6 +78,7 @@ class Trouble(StrEnum):
     LONG_PAUSES = "long-pauses"  # sources have new owners before they are copied
     SLOW_STORE = "slow-store"  # so slow that something can be done to the store meanwhile
     SLOW_LOAD = "slow-load"
+    OUTSIDE = "outside"  # no load ends in the step that admits its request
     NO_FENCE = "no-fence"  # nobody waits for stores whose sources are about to be overwritten
     FORGETFUL = "forgetful"  # loads report success, yet one engine block of each stays empty
     REUSED = "reused"  # one slot of each load has another generation than the store promised

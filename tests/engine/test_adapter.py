@@ -214,11 +214,25 @@ def test_B10_output_of_a_preempted_hand_over_that_is_under_way_is_computed_again
     assert request.drop_stale_output == handed
 
 
+def test_O6_loads_begin_once_and_before_the_forward_pass(connector: Any) -> None:
+    """vLLM itself starts those that no step waits for after it."""
+    from connectors.vllm import TieredMetadata
+
+    begun: list[StepMeta] = []
+    connector._worker = SimpleNamespace(start_loads=begun.append)
+    connector.bind_connector_metadata(TieredMetadata(StepMeta(sent=("a",))))
+    assert begun == [StepMeta(sent=("a",))]
+    connector.start_load_kv(None)
+    assert len(begun) == 1
+
+
 def test_O14_requests_whose_blocks_may_go_are_reported_as_sent(connector: Any) -> None:
     from connectors.vllm import TieredMetadata
 
     loads = {"l", "f"}, {"f"}
-    connector._worker = SimpleNamespace(finished_loads=lambda _step: loads)
+    connector._worker = SimpleNamespace(
+        start_loads=lambda _step: None, finished_loads=lambda _step: loads
+    )
     connector.bind_connector_metadata(TieredMetadata(StepMeta(sent=("a", "b"))))
     found = connector.get_transfer_results(set())
     assert found.finished_sending == {"a", "b"}
@@ -279,7 +293,7 @@ def test_O15_blocks_computed_from_a_failed_load_leave_the_engines_prefix_cache(
 
     evicted: list[set[int]] = []
     connector._scheduler.manager = SimpleNamespace(evict_blocks=evicted.append)
-    connector.script.half.step_load_failed = lambda: [3, 4]
+    connector.script.half.step_loads_failed = lambda bad: {*bad, 4}
     connector.update_connector_output(KVConnectorOutput())
     assert evicted == []
     connector.update_connector_output(KVConnectorOutput(invalid_block_ids={3}))

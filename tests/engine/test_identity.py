@@ -134,7 +134,7 @@ def test_an_abort_while_its_load_runs(
     forget(engine)
     first, *others = requests
     mixed = [msgspec.structs.replace(first, abort_step=2), *others]
-    with tight.trouble(Trouble.SLOW_LOAD):
+    with tight.trouble(Trouble.SLOW_LOAD, Trouble.OUTSIDE):
         got = engine.run(mixed, max_tokens=TOKENS_OUT)
         assert tight.has_begun(Trouble.SLOW_LOAD)
     assert got[0].aborted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import cast
 
 import msgspec
@@ -82,8 +83,8 @@ class Script:
     ) -> None:
         self.outputs.append((list(loaded), set(failed)))
 
-    def step_load_failed(self) -> Sequence[int]:
-        return ()
+    def step_loads_failed(self, _blocks: AbstractSet[int]) -> AbstractSet[int]:
+        return set()
 
     def request_finished(self, request_id: str, table: BlockTable) -> bool:
         self.ended[request_id] = [list(row) for row in table]

@@ -72,6 +72,8 @@ class Rank:
         self.between()
         self._side.before_step(step.meta)
         self._poison(step.fresh)
+        for job in step.meta.loads:
+            self._bad.difference_update(job.engine.block_ids)
         self._side.start_loads(step.meta)
         self.between()
         for span in step.spans if self._states else ():

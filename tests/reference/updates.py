@@ -36,7 +36,7 @@ class Updates:
                 tokens[request.request_id] = self._deliver(request, work)
         book.ran(batch.works)
         if report.invalid:
-            book.tables.unpublish(book.connector.step_load_failed())
+            book.tables.unpublish(book.connector.step_loads_failed(report.invalid))
         loaded = sorted(report.loaded)  # the order of a set of strings is not a seed's
         book.connector.on_output(report.over, loaded, report.failed)
         for request_id in loaded:
