@@ -93,6 +93,7 @@ class SchedulerHalf:
         self._untracked: dict[str, int] = {}  # requests without keys here: the engine's tokens
         self._arrivals = 0
         self._scheduled: Mapping[str, int] = {}  # in the last step
+        self._ended: set[str] = set()  # requests that have ended since
         self._tokens_left: dict[str, int] = {}  # to compute until a block can be complete
         self._final_stores: list[StoreJob] = []  # of requests that have ended
         self.events = BlockEvents(geometry, client)
@@ -221,8 +222,14 @@ class SchedulerHalf:
         if self._late is not None:
             self._late.make_way(tokens)
         if self._step_loads is not None:
-            tracked.in_step = self._step_loads.allows(tracked, grant, -(-tokens // size))
+            blocks, alone = -(-tokens // size), self._is_alone()
+            tracked.in_step = self._step_loads.allows(tracked, grant, blocks, alone=alone)
         return tokens
+
+    def _is_alone(self) -> bool:
+        """Return True if the engine has one request, and no other ran in the last step."""
+        requests = self._requests.keys()
+        return len(requests) == 1 and self._scheduled.keys() <= self._ended | requests
 
     def _usable(self, tracked: TrackedRequest, grant: Grant, computed: int) -> int:
         """Count the leading tokens that all groups have, the engine's own included."""
@@ -324,7 +331,7 @@ class SchedulerHalf:
             else:
                 self._store_complete(request_id, tokens, step)
         stores = self._stores.take_jobs()
-        self._scheduled = step.scheduled
+        self._scheduled, self._ended = step.scheduled, set()
         early, self._final_stores = tuple(self._final_stores), []
         flush = self._stores.fence(written)
         flush.difference_update(job.job_id for job in stores)
@@ -448,6 +455,7 @@ class SchedulerHalf:
         True: they are handed over and found no slot yet; a later step names the request as sent.
         """
         tracked = self._requests.pop(request_id, None)
+        self._ended.add(request_id)
         self._tokens_left.pop(request_id, None)
         self._untracked.pop(request_id, None)
         if tracked is None:

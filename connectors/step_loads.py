@@ -22,7 +22,8 @@ from connectors.request_state import TrackedRequest
 from connectors.store_client import Grant
 
 COPY_S_MAX = 0.002  # of all such loads of a step together
-START_BYTES = 16 << 20  # that COPY_S_MAX is taken to be enough for, until a load is measured
+ALONE_S_MAX = 0.02  # likewise, of an engine's only request: a step without one waits as long
+START_RATE = 8 << 30  # bytes per second, until a load is measured
 MEASURED_BYTES_MIN = 1 << 20  # a smaller load says little of the rate
 
 
@@ -45,22 +46,23 @@ class StepLoads:
     def __init__(self, block_bytes: int) -> None:
         """block_bytes: of a block, on one rank."""
         self._block_bytes = block_bytes
-        self._bytes_max = START_BYTES
+        self._rate: float = START_RATE
         self._next: list[StepLoad] = []  # that the next step waits for
         self._current: list[StepLoad] = []  # likewise, the step under way
 
-    def allows(self, tracked: TrackedRequest, grant: Grant, blocks: int) -> bool:
+    def allows(self, tracked: TrackedRequest, grant: Grant, blocks: int, *, alone: bool) -> bool:
         """Return True if a load of so many blocks may hold up the next step.
 
         All blocks must be readable now, and copying them, and what else that step waits for, must
-        not take more than COPY_S_MAX, as far as is known.
+        not take longer than the limit, as far as is known. alone: no other request is there.
         """
         blocks += sum(load.loaded for load in self._next)
+        limit_s = ALONE_S_MAX if alone else COPY_S_MAX
         return (
             (tracked.remote is NO_REMOTE or tracked.remote.hinted > 0)
             and tracked.repeatable
             and not grant.sources
-            and blocks * self._block_bytes <= self._bytes_max
+            and blocks * self._block_bytes <= self._rate * limit_s
         )
 
     def fill(self, hashes: Sequence[bytes], count: int) -> bool:
@@ -74,7 +76,7 @@ class StepLoads:
     def measured(self, copied_bytes: int, seconds: float) -> None:
         """Take in what loads have copied, of any kind and on any rank, and how long it took."""
         if copied_bytes >= MEASURED_BYTES_MIN and seconds > 0:
-            self._bytes_max = int(copied_bytes / seconds * COPY_S_MAX)
+            self._rate = copied_bytes / seconds
 
     def planned(self, load: StepLoad) -> None:
         """The next step waits for a load."""

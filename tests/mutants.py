@@ -606,6 +606,9 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "return None, False  # the next step can admit it: by then these blocks are right",
             "pass",
         ),
+        ("step_loads -k O6_a_long_copy", "len(requests) == 1 and ", ""),
+        ("step_loads -k O6_an_adap", " and self._scheduled.keys() <= self._ended | requests", ""),
+        ("step_loads -k O6_an_adap", "self._ended.add(request_id)"),
         ("step_loads -k O6", "asynchronous = beside or ", "asynchronous = "),
         ("step_loads -k O6", "beside or transfer.direct or ", "beside or "),
         ("step_loads -k O6", "or not is_one_full_group(geometry.rules)", ""),
@@ -614,19 +617,6 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/core/eviction.py": (
         ("manager -k no_grant_walks", "if not entry.pins:", "if True:"),
         ("eviction -k a_mark", "if isinstance(coldest, Mark):"),
-    ),
-    "connectors/step_loads.py": (
-        (
-            "step_loads -k O6",
-            "(tracked.remote is NO_REMOTE or tracked.remote.hinted > 0)\n            and ",
-            "",
-        ),
-        ("step_loads -k O6", "and tracked.repeatable", ""),
-        ("step_loads -k O6", "and not grant.sources", ""),
-        ("step_loads -k O6", "and blocks * self._block_bytes <= self._bytes_max", ""),
-        ("step_loads -k O6", "blocks += sum(load.loaded for load in self._next)"),
-        ("step_loads -k O15", "self._next.append(load)"),
-        ("step_loads -k O15_of_the_loads", " if not blocks.isdisjoint(load.blocks)", ""),
     ),
     "connectors/worker.py": (
         ("worker_half -k O15_a_load_in_a", "self._bad_blocks.update(task.job.engine.block_ids)"),

@@ -55,7 +55,22 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "is Phase.LOADING:",
         ),
     ),
+    "connectors/step_loads.py": (
+        (
+            "step_loads -k O6",
+            "(tracked.remote is NO_REMOTE or tracked.remote.hinted > 0)\n            and ",
+            "",
+        ),
+        ("step_loads -k O6", "and tracked.repeatable", ""),
+        ("step_loads -k O6", "and not grant.sources", ""),
+        ("step_loads -k O6", "and blocks * self._block_bytes <= self._rate * limit_s", ""),
+        ("step_loads -k O6_a_long_copy", "ALONE_S_MAX if alone else COPY_S_MAX", "COPY_S_MAX"),
+        ("step_loads -k O6", "blocks += sum(load.loaded for load in self._next)"),
+        ("step_loads -k O15", "self._next.append(load)"),
+        ("step_loads -k O15_of_the_loads", " if not blocks.isdisjoint(load.blocks)", ""),
+    ),
     "connectors/vllm.py": (
+        ("engine/adapter -k O6_loads_begin", "self._worker_half().start_loads(self._step())"),
         (
             "engine/adapter -k O22_handshakes",
             "def set_xfer_handshake_metadata_pp_aware",

@@ -14,7 +14,7 @@ from connectors import request_lookups
 from connectors.copies.host import SlotMap
 from connectors.engine_interface import Geometry, Step, is_one_full_group
 from connectors.kv_transfer_params import NO_TRANSFER, Transfer
-from connectors.step_loads import MEASURED_BYTES_MIN, START_BYTES, StepLoads
+from connectors.step_loads import ALONE_S_MAX, COPY_S_MAX, MEASURED_BYTES_MIN, START_RATE, StepLoads
 from kvstore.core.types import GroupRule
 from tests.harness.handover_rig import Node, node, prompt
 from tests.harness.live import LiveStore, eventually, store_settings
@@ -95,7 +95,7 @@ def test_O6_a_load_ends_in_its_step_beside_requests_that_run_and_wait() -> None:
 
 
 def test_O6_the_loads_of_a_step_take_as_long_together_as_one_may() -> None:
-    script = idle_engine(block_bytes=START_BYTES // 4)
+    script = idle_engine(block_bytes=int(START_RATE * COPY_S_MAX) // 4)
     requests = [Request(text, 40, text) for text in "abc"]
     for request in requests:
         script.arrive(request, [0, 1])
@@ -172,9 +172,28 @@ def test_O6_what_another_engine_computed_is_waited_for_outside_the_step() -> Non
 
 
 def test_O6_a_long_copy_is_waited_for_outside_the_step() -> None:
-    for block_bytes, waits in ((START_BYTES // 2, False), (START_BYTES // 2 + 1, True)):
-        script, request = hit(40, block_bytes=block_bytes)
+    """A step in which an engine computes nothing waits as long as one with its only request."""
+    block_bytes = int(START_RATE * COPY_S_MAX) // 2
+    for more, waits in ((0, False), (1, True)):
+        script = idle_engine(block_bytes=block_bytes + more)
+        script.half.on_new_request(Request("other", 8, "b"))
+        script, request = found(40, [0, 1], script=script)
         assert script.matched(request) == (32, waits)
+        script.half.request_finished("other", [[]])
+        assert script.matched(request) == (32, False)
+    for more, waits in ((0, False), (1, True)):
+        script, request = hit(40, block_bytes=int(START_RATE * ALONE_S_MAX) // 2 + more)
+        assert script.matched(request) == (32, waits)
+
+
+def test_O6_an_adapters_request_is_not_held_up_for_long() -> None:
+    """It is not announced: the engine only says that it runs."""
+    script, request = idle_engine(block_bytes=int(START_RATE * COPY_S_MAX)), Request("r", 40)
+    script.half.build_meta(Step({"adapter": 1}, (), lambda _: ()))
+    script.arrive(request, [0, 1])
+    assert script.matched(request) == (32, True)
+    script.half.request_finished("adapter", [[]])
+    assert script.matched(request) == (32, False)
 
 
 def test_O6_how_long_a_copy_takes_is_measured() -> None:
@@ -183,9 +202,9 @@ def test_O6_how_long_a_copy_takes_is_measured() -> None:
     assert script.matched(request) == (32, True), "1 MiB/s"
     script.half.copied(MEASURED_BYTES_MIN - 1, 1e-9)
     assert script.matched(request) == (32, True), "too little to say"
-    script.half.copied(1 << 30, 1.0)
-    assert script.matched(request) == (32, False), "2 MiB of 1 GiB/s take 1.95 ms"
-    script.half.copied(1 << 30, 1.1)
+    script.half.copied(1 << 30, 10.0)
+    assert script.matched(request) == (32, False), "2 MiB of 0.1 GiB/s take 19.5 ms"
+    script.half.copied(1 << 30, 11.0)
     assert script.matched(request) == (32, True)
 
 

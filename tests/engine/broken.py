@@ -97,8 +97,8 @@ class TroubledCopies(worker_copies.Copies):
 class TroubledStepLoads(StepLoads):
     """Its loads that a step waits for."""
 
-    def allows(self, *what: Any) -> bool:
-        return not wants(Trouble.OUTSIDE) and super().allows(*what)
+    def allows(self, *what: Any, **how: Any) -> bool:
+        return not wants(Trouble.OUTSIDE) and super().allows(*what, **how)
 
 
 class TroubledConnector(vllm.TieredConnector):
