@@ -77,6 +77,7 @@ PEERS = {"none": "no connector", "native": "vLLM's own offloading", "ours": "kvs
 USERS = {
     "room for all": {
         "none": PEERS["none"],
+        "limit": "own memory for all",
         "native": PEERS["native"],
         "ours": PEERS["ours"],
         "ours with a disk": "kvstore, a disk",
