@@ -73,6 +73,8 @@ class WalkedEngine:
         self._steps: deque[Any] = deque()
         self._prompts: dict[str, tuple[list[int], int]] = {}
         self.out: defaultdict[str, list[int]] = defaultdict(list)
+        self.amid: Callable[[], None] = lambda: None  # what comes while a step runs
+        self.spoiled = 0  # requests that read what a load in their step did not bring
         half = self.scheduler.connector._scheduler.half
         kv_transfer_state._KV_CONNECTOR_AGENT = self.worker  # steps before it is attached use it
         deadline = time.monotonic() + WAIT_S
@@ -191,7 +193,9 @@ class WalkedEngine:
 
     def _take(self, step: tuple[Any, Callable[[], Any]]) -> None:
         scheduled, execute = step
-        for core in self.scheduler.update_from_output(scheduled, execute()).values():
+        ran = execute()
+        self.amid()
+        for core in self.scheduler.update_from_output(scheduled, ran).values():
             for output in core.outputs:
                 self.out[output.request_id] += output.new_token_ids
 
@@ -225,6 +229,7 @@ class WalkedEngine:
             self._states[new.req_id] = SimpleNamespace(
                 tokens=list(new.prompt_token_ids), table=table, computed=new.num_computed_tokens
             )
+            self._states[new.req_id].prompt = len(new.prompt_token_ids)
             self._spoil(table, new.num_computed_tokens)
         cached = step.scheduled_cached_reqs
         for place, name in enumerate(cached.req_ids):
@@ -234,7 +239,10 @@ class WalkedEngine:
                 state.table = [list(ids) for ids in blocks]
                 state.tokens = list(cached.all_token_ids[name])
                 self._spoil(state.table, state.computed)
-            elif blocks is not None:
+                continue
+            if not self.ahead:  # the last output may have been dropped
+                del state.tokens[state.prompt + cached.num_output_tokens[place] :]
+            if blocks is not None:
                 self._spoil(blocks, 0)
                 state.table = [old + new for old, new in zip(state.table, blocks, strict=True)]
 
@@ -242,8 +250,16 @@ class WalkedEngine:
         for ids in table:
             self._kv[[block for block in ids[-(-computed // TOKENS) :] if block]] = POISON
 
+    def _left_wrong(self, name: str) -> set[int]:
+        """Return the blocks that a request's load in this step did not fill."""
+        loads = [job for job in self.worker._step().loads if job.request_id == name]
+        targets: set[int] = {block for job in loads for block in job.engine.block_ids}
+        return targets.intersection(self.worker._worker._bad_blocks)
+
     def _forward(self, name: str, count: int) -> list[int]:
+        """Compute tokens. Who reads what its own failed load left writes what is wrong."""
         state, chain = self._states[name], [1]
+        wrong, spoils = self._left_wrong(name), 0
         for token in state.tokens:
             chain.append(mix(chain[-1], token))
         for group, window in enumerate(self.windows):
@@ -254,12 +270,15 @@ class WalkedEngine:
             for at in range(first, state.computed + count):
                 place = state.table[group][at // TOKENS], at % TOKENS
                 if at >= state.computed:
-                    self._kv[place] = chain[at + 1], group
+                    self._kv[place] = chain[at + 1] - spoils, group
                 assert place[0], f"{name} has no block for token {at}"
-                assert tuple(self._kv[place]) == (chain[at + 1], group), f"{name}, token {at}"
+                right = tuple(self._kv[place]) == (chain[at + 1], group)
+                assert right or spoils or place[0] in wrong, f"{name}, token {at}"
+                spoils = spoils or int(not right)
+        self.spoiled += spoils
         if state.computed + count < len(state.tokens):
             return []
-        state.tokens.append(chain[-1] % VOCAB)
+        state.tokens.append((chain[-1] + spoils) % VOCAB)
         return [state.tokens[-1]]
 
     def _go_on(self, name: str, group: int, chain: list[int], end: int) -> None:

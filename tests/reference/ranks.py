@@ -79,18 +79,17 @@ class Rank:
         for span in step.spans if self._states else ():
             self._read_states(span)
         expected = [self._write(span) for span in step.spans]
+        spoiled = self._spoil(step.spans, expected)
         self._side.after_forward(step.meta)
         results = self._side.results(step.meta)
         self._bad |= results.invalid
         if self._bad:
             for span in step.spans:
                 self._clear(span)
-        unread = set()
-        for span, words in zip(step.spans, expected, strict=True):
-            if self._bad and self._reads_bad(span):
-                unread.add(span.request_id)
-            else:
-                self._read(span, words)
+        unread = {span.request_id for span in step.spans if self._bad and self._reads_bad(span)}
+        for request_id, error in spoiled.items():
+            if request_id not in unread:
+                raise error
         self.between()
         return RankReport(**msgspec.structs.asdict(results), unread=unread)
 
@@ -116,6 +115,19 @@ class Rank:
             expected.append(words)
             self._fill(span, group, words[(span.first - first) * size :])
         return expected
+
+    def _spoil(self, spans: list[Span], expected: list[list[bytes]]) -> dict[str, InvariantBroken]:
+        """Let those who read what is wrong write what is wrong. Return what each has read."""
+        spoiled = {}
+        for span, words in zip(spans, expected, strict=True):
+            error = self._read(span, words)
+            if error is not None:
+                spoiled[span.request_id] = error
+                junk = POISON * (self._token_bytes * (span.end - span.first))
+                for group, kind in enumerate(self._groups):
+                    if not kind.state:
+                        self._fill(span, group, junk)
+        return spoiled
 
     def _state(self, group: int, mark: bytes) -> bytes:
         marks = mark * self._groups[group].tokens
@@ -144,8 +156,8 @@ class Rank:
             self.memory[place : place + len(part)] = part
             at, start = at + len(part), 0
 
-    def _read(self, span: Span, expected: list[bytes]) -> None:
-        """Find what the computed tokens attend to: it must be what follows from the tokens."""
+    def _read(self, span: Span, expected: list[bytes]) -> InvariantBroken | None:
+        """Find what the computed tokens attend to. None: it is what follows from the tokens."""
         memory, page, size = self.memory, self._page_bytes, self._token_bytes
         for group, words in enumerate(expected):
             first = self._first_read(group, span)
@@ -159,7 +171,8 @@ class Rank:
             if found[skip : skip + length] != words[:length]:
                 pairs = zip(found[skip:], words, strict=False)
                 wrong = next(at for at, (one, other) in enumerate(pairs) if one != other)
-                raise self._wrong(span, group, first + wrong // size)
+                return self._wrong(span, group, first + wrong // size)
+        return None
 
     def _read_states(self, span: Span) -> None:
         """Find the states that the step goes on from; it overwrites them."""

@@ -42,14 +42,16 @@ _GROUPS = (
     ((Group(4), Group(8, state=True)), 8),
     ((Group(8), Group(8, window=10), Group(8, state=True)), 8),
 )
+PLAIN = 0.2  # share of worlds whose engines can load in a step, whatever the others are
 PRIORITIES = 3
 SENT = 0.2  # chance that a rank has sent a request's blocks, in each step
 
 
 def make_shape(rng: random.Random) -> Shape:
-    groups, block_tokens = rng.choice(_GROUPS)
+    plain = rng.random() < PLAIN
+    groups, block_tokens = rng.choice(_GROUPS[:2] if plain else _GROUPS)
     state = groups[-1].state
-    batches = rng.choice((1, 1, 2, 3))
+    batches = 1 if plain else rng.choice((1, 1, 2, 3))
     return Shape(
         groups=groups,
         block_tokens=block_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ class Worker:
         self, net: Net, hello: p.Hello, shape: Shape, memory: bytearray, rng: random.Random
     ) -> None:
         self.errors = 0.0  # share of loads whose bytes turn out wrong
+        self.errors_in_step = 0.0  # likewise, of those that a step waits for: there are few
         self.stalled_until = 0
         self.slowness = 0.0  # share of its turns in which it copies nothing
         self._rng = rng
@@ -187,6 +188,8 @@ class Worker:
             self.counts["waits"] += 1
             yield False
         self.loads_open.discard(job.request_id)
+        if not ok:
+            self._spoil(job.engine.block_ids)
         if not job.in_step:
             self._ended.append((job.request_id, ok))
             return
@@ -195,14 +198,19 @@ class Worker:
             self.counts["in_step_failed"] += 1
             self._bad_blocks.update(job.engine.block_ids)
 
+    def _spoil(self, blocks: Iterable[int]) -> None:
+        """Leave wrong bytes, as a load does whose slots were reused."""
+        size = self._shape.page_bytes
+        for block in blocks:
+            self.memory[block * size : (block + 1) * size] = bytes(size)
+
     def _is_leased(self, lease: int) -> bool:
         store = self._net.store
         found = [] if store is None else store.namespaces.values()
         return any(lease in namespace.manager.leases._leases for namespace in found)
 
     def _errs(self, job: LoadJob) -> bool:
-        odds = 10 if job.in_step else 1  # there are few of these
-        return self._rng.random() < self.errors * odds
+        return self._rng.random() < (self.errors_in_step if job.in_step else self.errors)
 
     def _fill(self, moves: Moves) -> Copying:
         for number, move in enumerate(listed(moves)):

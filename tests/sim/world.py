@@ -51,6 +51,8 @@ SETTLE_STEPS = 5_000
 QUIET_TURNS = 3  # after the last request, before a world may be over
 SIZES = ((8, 1), (16, 2), (60, 3))  # of memory: slots of an extent, and how many extents
 SIZES_TO_SHARE = ((16, 2), (60, 3), (60, 3))
+TWINS = 0.2  # share of requests with which another comes that begins alike
+FORGETS = 0.1  # share of turns in which an engine's own cache is emptied: then it loads again
 REQUESTS_MAX = 8  # of an engine at one time
 CHECK_TURNS = 4  # from one look at the whole store to the next
 TRACE_LINES = 40
@@ -180,6 +182,7 @@ class World:
             host.store_late()
         for worker in host.workers:
             worker.errors = self.read_errors
+            worker.errors_in_step = 0.3 if self.faults and self._has("errors") else 0.0
             worker.slowness = 0.97 if self.churn and not number else self._slowness[number]
             worker.meanwhile = self._meanwhile
         for rank in host.ranks:
@@ -300,8 +303,15 @@ class World:
 
     def _arrive(self, host: Host) -> None:
         rng, engine = self._arrival_rng, host.engine
+        in_step = any(other.half._step_loads is not None for other in self.hosts)
         if rng.random() < self._arrivals and self._has_room(host):
-            self.begin(host, self._make_prompt(), rng.choice((1, 5, 20)))
+            prompt = self._make_prompt()
+            self.begin(host, prompt, rng.choice((1, 5, 20)))
+            twin = in_step and rng.random() < TWINS  # one step may admit both
+            if twin and self._has_room(host):
+                self.begin(host, prompt + self._make_prompt()[:8], 5)
+        if in_step and rng.random() < FORGETS:
+            engine.book.tables.forget_all()
         if engine.requests and rng.random() < 0.03 and self._has("aborts"):
             loading = [r for r, q in engine.requests.items() if q.state.value == "loading"]
             victim = rng.choice(loading or sorted(engine.requests))
