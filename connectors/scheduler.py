@@ -135,7 +135,8 @@ class SchedulerHalf:
         transfer: hand-over parameters, if it has any; wrong ones are logged and not used.
         cached: tokens that the engine has of a request with parameters.
         reads: False: it computes its whole prompt. Nothing is asked; its blocks are stored.
-        repeatable: a step whose output is dropped changes nothing of what it samples later.
+        repeatable: its first step may be taken back: what it loads can be computed, and it samples
+            the same.
         policy: limits to what is loaded and stored. All that another engine goes on with is stored.
         """
         if not self._requests:

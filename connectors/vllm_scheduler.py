@@ -275,10 +275,8 @@ class SchedulerSide:
         handed_over = transfer is not None and set(transfer) != {HINT}
         cached = cached_tokens(self.manager, request) if handed_over else 0
         reads = not request.skip_reading_prefix_cache
-        wanted = request.sampling_params
-        repeatable = wanted is None or (wanted.seed is None and wanted.prompt_logprobs is None)
         self.half.on_new_request(
-            request, transfer, cached, reads=reads, repeatable=repeatable, policy=policy
+            request, transfer, cached, reads=reads, repeatable=is_repeatable(request), policy=policy
         )
 
     def _policy_of(self, request: Request) -> RequestPolicy:
@@ -365,6 +363,17 @@ class SchedulerSide:
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return blocks that entered or left the tiers since the last call, as vLLM's events."""
         return kv_events(self.half.take_events(), self._tokens, self._cache)
+
+
+def is_repeatable(request: Any) -> bool:
+    """Return True if a request's first step may be taken back and computed from its start.
+
+    A seed's generator goes on, and logprobs of the prompt are told. Images that loaded tokens cover
+    vLLM keeps from its workers: one without them cannot compute these tokens, and the engine ends.
+    """
+    wanted = request.sampling_params
+    drawn = wanted is not None and (wanted.seed is not None or wanted.prompt_logprobs is not None)
+    return not drawn and not request.mm_features
 
 
 SHORTENED = "prompt_shortened"  # among the hand-over parameters

@@ -69,6 +69,14 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("step_loads -k O15", "self._next.append(load)"),
         ("step_loads -k O15_of_the_loads", " if not blocks.isdisjoint(load.blocks)", ""),
     ),
+    "connectors/vllm_scheduler.py": (
+        ("engine/adapter -k O6_O15_only", " and not request.mm_features", ""),
+        (
+            "engine/walks -k O15",
+            "self.manager.evict_blocks(self.half.step_loads_failed(blocks))",
+            "self.half.step_loads_failed(blocks)",
+        ),
+    ),
     "connectors/vllm.py": (
         ("engine/adapter -k O6_loads_begin", "self._worker_half().start_loads(self._step())"),
         (

@@ -275,6 +275,43 @@ def test_O6_a_prompt_whose_logprobs_are_wanted_asks_nothing_and_is_stored(
     assert ("deferred" in connector.script.half.take_stats()) is (logprobs is None)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "images", "repeatable"),
+    [
+        ({}, 0, True),
+        (None, 0, True),  # a pooling model
+        ({}, 1, False),
+        ({"seed": 7}, 0, False),
+        ({"prompt_logprobs": 0}, 0, False),
+    ],
+    ids=["text", "pooling", "image", "seed", "prompt-logprobs"],
+)
+def test_O6_O15_only_a_request_that_can_be_computed_after_all_loads_in_a_step(
+    connector: Any, sampling: dict[str, int] | None, images: int, repeatable: bool
+) -> None:
+    """vLLM's workers do not get the images that loaded tokens cover, and without them they fail."""
+    from vllm import SamplingParams
+
+    request = request_of(40)
+    request.sampling_params = None if sampling is None else SamplingParams(**sampling)
+    request.mm_features = [SimpleNamespace()] * images
+    connector.on_new_request(request)
+    assert connector.script.half._requests["r"].repeatable is repeatable
+
+
+def test_O6_vllm_keeps_the_images_that_loaded_tokens_cover_from_its_workers() -> None:
+    """Where it does not, a request with images may load in a step; see is_repeatable."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+    from vllm.v1.core.sched.output import NewRequestData
+
+    place = PlaceholderRange(offset=4, length=16)
+    image = MultiModalFeatureSpec(MultiModalKwargsItem(), "image", "hash", place)
+    request = request_of(40, mm_features=[image])
+    request.num_computed_tokens = 32
+    (sent,) = NewRequestData.from_request(request, ([1],)).mm_features
+    assert sent.data is None
+
+
 def test_O13_a_copy_is_over_when_all_ranks_have_said_so() -> None:
     from connectors.vllm import TieredWorkerMetadata
 
