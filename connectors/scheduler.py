@@ -378,6 +378,8 @@ class SchedulerHalf:
         if self._lookups.pace is not None:
             self._lookups.pace.ended()
         self._stores.on_jobs_ended(stores_over)
+        if self._step_loads is not None and self._step_loads.current:
+            self._lookups.lease_ended()
         bad = set(failed)
         for request_id in loaded:
             tracked = self._requests.get(request_id)

@@ -48,7 +48,7 @@ class StepLoads:
         self._block_bytes = block_bytes
         self._rate: float = START_RATE
         self._next: list[StepLoad] = []  # that the next step waits for
-        self._current: list[StepLoad] = []  # likewise, the step under way
+        self.current: list[StepLoad] = []  # likewise, the step under way, or the last one
 
     def allows(self, tracked: TrackedRequest, grant: Grant, blocks: int, *, alone: bool) -> bool:
         """Return True if a load of so many blocks may hold up the next step.
@@ -84,8 +84,8 @@ class StepLoads:
 
     def begin_step(self) -> None:
         """The step under way is the one that loads were planned for since the last call."""
-        self._current, self._next = self._next, []
+        self.current, self._next = self._next, []
 
     def failed(self, blocks: AbstractSet[int]) -> list[StepLoad]:
         """Return the loads of the last step that did not fill some of these engine blocks."""
-        return [load for load in self._current if not blocks.isdisjoint(load.blocks)]
+        return [load for load in self.current if not blocks.isdisjoint(load.blocks)]

@@ -35,7 +35,12 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "connectors/scheduler.py": (
-        ("lease_queue -k before_the_engine", "self._lookups.lease_ended()"),
+        (
+            "lease_queue -k before_the_engine",
+            "self._loads.ended(tracked)\n        self._lookups.lease_ended()",
+            "self._loads.ended(tracked)",
+        ),
+        ("step_loads -k O20_the_queue", "self._step_loads.current:", "False:"),
         ("lease_queue -k before_the_engine", "self._lookups.line_up()"),
         (
             "scheduler_half -k O15_after_a_failed",

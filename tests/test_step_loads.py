@@ -228,6 +228,24 @@ def test_O20_the_lease_is_not_given_back_before_the_workers_have_loaded() -> Non
     assert script.released() == []
 
 
+def test_O20_the_queue_for_leases_moves_on_when_a_load_has_ended_in_its_step() -> None:
+    script, request = hit(40)
+    script.arrive(Request("waits", 40, "b"), capped=True)
+    external, _ = script.matched(request)
+    script.half.update_state_after_alloc("r", TABLE, external or 0)
+    request.num_computed_tokens = 32
+    script.step(request, 8, TABLE)
+    assert script.lookups() == [], "its load is under way"
+    script.half.on_output({}, [], [])
+    request.num_computed_tokens = 40
+    script.step(request, 1, TABLE)
+    (again,) = script.lookups()
+    script.answer(again.ask, capped=True)
+    script.half.on_output({}, [], [])
+    script.step(request, 1, TABLE)
+    assert script.lookups() == [], "no lease has ended since"
+
+
 def test_O12_what_was_loaded_in_a_step_is_not_stored() -> None:
     script, request = begun(48)
     script.half.on_output({}, [], [])
