@@ -193,7 +193,7 @@ class SchedulerHalf:
         tracked.in_step = False
         self._lookups.queue.mark_tried(tracked)
         hashes, loads = tracked.request.block_hashes, self._step_loads
-        if loads is not None and loads.fill(hashes, computed // self._geometry.hash_tokens):
+        if loads is not None and loads.will_fill(hashes, computed // self._geometry.hash_tokens):
             return None, False  # the next step can admit it: by then these blocks are right
         tokens = self._loadable(tracked, computed)
         if tracked.gives_way and tokens is not None and len(self._requests) > 1:

@@ -65,7 +65,7 @@ class StepLoads:
             and blocks * self._block_bytes <= self._rate * limit_s
         )
 
-    def fill(self, hashes: Sequence[bytes], count: int) -> bool:
+    def will_fill(self, hashes: Sequence[bytes], count: int) -> bool:
         """Return True if the next step loads a block that is among the first `count` of these."""
         return any(
             load.first < count

@@ -368,8 +368,9 @@ class SchedulerSide:
 def is_repeatable(request: Any) -> bool:
     """Return True if a request's first step may be taken back and computed from its start.
 
-    A seed's generator goes on, and logprobs of the prompt are told. Images that loaded tokens cover
-    vLLM keeps from its workers: one without them cannot compute these tokens, and the engine ends.
+    A seed would draw other numbers the second time, and vLLM has already returned logprobs of the
+    prompt. vLLM does not send its workers images whose tokens are loaded: a worker that has to
+    compute these tokens after all raises, and the engine ends.
     """
     wanted = request.sampling_params
     drawn = wanted is not None and (wanted.seed is not None or wanted.prompt_logprobs is not None)
