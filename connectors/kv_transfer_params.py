@@ -175,6 +175,16 @@ def common_id(request_id: str) -> str:
     return _SUFFIX.sub("", request_id)
 
 
+def as_engines_name_it(given: str, request_id: str) -> str:
+    """Return the name of a request at the engine that computes its prompt.
+
+    given: what a router calls it. If that is the X-Request-Id of both legs, vLLM's API servers have
+    made one name of it, as this engine's request_id shows: "cmpl-" + X-Request-Id + "-0".
+    """
+    own = common_id(request_id)
+    return own if f"-{given}-" in f"{own}-" else given
+
+
 def parameters(
     transfer: Transfer,
     request: str,

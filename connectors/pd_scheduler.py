@@ -18,6 +18,7 @@ from connectors.kv_transfer_params import (
     NO_REMOTE,
     Remote,
     Transfer,
+    as_engines_name_it,
     common_id,
     is_handed_over,
     parameters,
@@ -92,6 +93,7 @@ class HandOvers:
             self._client.report_hand_over(running)
         if remote is NO_REMOTE:
             return self._hinted(request, params)
+        remote = remote._replace(request=as_engines_name_it(remote.request, name))
         self._holders[name] = remote
         if request.num_tokens - 1 < cached + (1 if remote.tokens else size):
             return NO_REMOTE  # a full hit

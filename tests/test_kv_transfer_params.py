@@ -207,6 +207,33 @@ def test_P9_the_suffix_of_an_engine_is_no_part_of_a_common_id() -> None:
         assert common_id(name) == name
 
 
+UUID = "5f0c34a2-9d11-4f5e-8a39-0c6d2b1e7a90"
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "named"),
+    [
+        (UUID, f"cmpl-{UUID}-0-1a2b3c4d", f"cmpl-{UUID}-0"),
+        (UUID, f"cmpl-{UUID}-12-1a2b3c4d", f"cmpl-{UUID}-12"),
+        (UUID, f"chatcmpl-{UUID}-1a2b3c4d", f"chatcmpl-{UUID}"),
+        (UUID, f"1_chatcmpl-{UUID}-1a2b3c4d", f"1_chatcmpl-{UUID}"),
+        (f"cmpl-{UUID}-0", f"cmpl-{UUID}-0-1a2b3c4d", f"cmpl-{UUID}-0"),
+        (f"cmpl-{UUID}-0-deadbeef", f"cmpl-{UUID}-0-1a2b3c4d", f"cmpl-{UUID}-0-deadbeef"),
+        (UUID, "cmpl-7-0-1a2b3c4d", UUID),
+        ("7", "cmpl-17-0-1a2b3c4d", "7"),
+        ("r-1", "r-1-1a2b3c4d", "r-1"),
+    ],
+)
+def test_P9_a_request_that_a_router_names_by_its_header(given: str, own: str, named: str) -> None:
+    """vLLM's proxy for pushing passes on the X-Request-Id of both legs, and no engine's id."""
+    script = attached()
+    script.half.on_new_request(Request(own, 49), {**GIVEN, "remote_request_id": given})
+    (lookup,) = script.lookups()
+    assert (lookup.peer, lookup.request) == (PEER, named)
+    script.half.request_finished(own, ())
+    assert let_go(script) == [p.Unwanted(PEER, named)]
+
+
 HANDED = {"do_remote_decode": True}
 SIDE_CHANNEL = "127.0.0.1:9500"
 PEER = "10.0.0.7:9500"
