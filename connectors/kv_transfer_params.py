@@ -182,7 +182,8 @@ def as_engines_name_it(given: str, request_id: str) -> str:
     made one name of it, as this engine's request_id shows: "cmpl-" + X-Request-Id + "-0".
     """
     own = common_id(request_id)
-    return own if f"-{given}-" in f"{own}-" else given
+    named = f"-{given}-" in f"{own}-" and is_sendable(own, limits.TEXT_MAX)
+    return own if named else given
 
 
 def parameters(

@@ -222,6 +222,8 @@ UUID = "5f0c34a2-9d11-4f5e-8a39-0c6d2b1e7a90"
         (UUID, "cmpl-7-0-1a2b3c4d", UUID),
         ("7", "cmpl-17-0-1a2b3c4d", "7"),
         ("r-1", "r-1-1a2b3c4d", "r-1"),
+        ("7", f"cmpl-7-{'x' * limits.TEXT_MAX}-0-1a2b3c4d", "7"),
+        ("7", "cmpl-7-\ud800-0-1a2b3c4d", "7"),
     ],
 )
 def test_P9_a_request_that_a_router_names_by_its_header(given: str, own: str, named: str) -> None:
