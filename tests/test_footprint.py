@@ -72,11 +72,17 @@ SchedulerHalf(Geometry(16, 16, (16,), (GroupRule(),)), client).shutdown()
 """
 
 
-def added(code: str, before: str = "pass") -> list[str]:
-    """Run code in a new process that has run `before`; return the modules that it loaded."""
+def added(*codes: str, before: str = "pass") -> list[list[str]]:
+    """Run each code in a fork of one process that has run `before`; the modules that each loads."""
     whole = (
-        f"import json, sys\n{before}\nthere = set(sys.modules)\n{code}\n"
-        "print(json.dumps(sorted(set(sys.modules) - there)))"
+        f"import json, os, sys\n{before}\nthere = set(sys.modules)\n"
+        f"for code in {codes}:\n"
+        "    if not os.fork():\n"
+        "        exec(code, {})\n"
+        "        print(json.dumps(sorted(set(sys.modules) - there)), flush=True)\n"
+        "        os._exit(0)\n"
+        "    if os.wait()[1]:\n"
+        "        sys.exit(1)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", whole],
@@ -87,8 +93,7 @@ def added(code: str, before: str = "pass") -> list[str]:
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
 
 
 def under(names: list[str], *parents: str) -> list[str]:
@@ -107,7 +112,7 @@ def under(names: list[str], *parents: str) -> list[str]:
 def test_a_half_loads_what_it_needs(
     code: str, modules_max: int, forbidden: tuple[str, ...]
 ) -> None:
-    loaded = added(code)
+    (loaded,) = added(code)
     assert not under(loaded, *FORBIDDEN, *forbidden)
     ours = under(loaded, *PACKAGES)
     assert len(ours) <= modules_max, ours

@@ -6,12 +6,11 @@ process is killed at, and what its load is; at which moment, the machine decides
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.nvme_child import CAPS, POINTS
+from tests.harness.forked import Forked
+from tests.harness.nvme_child import CAPS, POINTS, forked
 from tests.harness.nvme_crash import Campaign, watch_leaving
 from tests.harness.nvme_load import Name
 from tests.harness.patience import WAIT_S
@@ -42,13 +42,9 @@ class Killed:
     def __init__(self, folder: Path, log: Path, *arguments: object) -> None:
         log.unlink(missing_ok=True)
         self._log, self._errors = log, log.with_suffix(".errors")
-        command = [sys.executable, "-m", "tests.harness.nvme_child", *map(str, (folder, log))]
         with self._errors.open("wb") as stderr:
-            self._process = subprocess.Popen(
-                [*command, *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
-                stderr=stderr,
-                start_new_session=True,
+            self._process = Forked(
+                forked, [stderr.fileno()], [str(each) for each in (folder, log, *arguments)]
             )
 
     @property
@@ -68,7 +64,8 @@ class Killed:
 
     def end(self, number: signal.Signals = signal.SIGKILL) -> None:
         """End it, if it has not done so itself."""
-        self._process.send_signal(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, number)
         code, errors = self._process.wait(WAIT_S), self._errors.read_text()
         expected = -signal.SIGKILL if number == signal.SIGKILL else 0
         assert code == expected, f"exit status {code}:\n{errors}"

@@ -1,6 +1,6 @@
 """Engine processes that need not import vLLM; see tests/harness/forked.py.
 
-Where an engine's core and workers are processes, vLLM starts those afresh, by itself.
+Where an engine's core and workers are processes, they are forked from it, as on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ def forked_engine(environment: Mapping[str, str], pipe_fd: int, log_fd: int) -> 
 
 
 def _be_an_engine(fds: list[int], environment: dict[str, str]) -> None:
+    import setproctitle
+    from vllm import envs
+
+    setproctitle.getproctitle()  # the place for it is found while the environment is as it was
     os.environ.update(environment)  # what sitecustomize has set stays, as in a new process
+    vars(envs)["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # on a CPU vLLM starts them afresh
     for number in (1, 2):
         os.dup2(fds[1], number)
     try:

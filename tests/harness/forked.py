@@ -23,7 +23,12 @@ from tiers.nvme import index_server
 
 # What children import, early or late. A name that is not there is imported by each of them, if at
 # all: this is about time only.
-OF_INDEXES = ("pytest", __name__, "tiers.nvme.index_load")  # pytest: the main module is the tests'
+OF_INDEXES = (
+    "pytest",  # the main module is the tests'
+    __name__,
+    "tiers.nvme.index_load",
+    "tests.harness.nvme_child",
+)
 OF_ENGINES = (
     "tests.engine.forked",
     "connectors.vllm",

@@ -1,6 +1,6 @@
 """A disk under load in a process that is killed: it tells what it does, so that others know.
 
-    python -m tests.harness.nvme_child FOLDER LOG SEED CAPACITY [POINT NUMBER]
+    forked([STDERR], [FOLDER, LOG, SEED, CAPACITY, POINT, NUMBER])  # point and number, or neither
 
 Lines are appended to LOG, each with the time. A block is told as CHAIN/BLOCK:
 
@@ -24,7 +24,6 @@ import logging
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -258,15 +257,13 @@ class Life:
         self._watch.reach("resize")
 
 
-def main() -> None:
-    folder, log, seed, capacity_bytes, *point = sys.argv[1:]
+def forked(fds: list[int], arguments: list[str]) -> None:
+    """Be such a process; stderr is a file that is open already."""
+    os.dup2(fds[0], 2)
+    folder, log, seed, capacity_bytes, *point = arguments
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     watch = Watch(Path(log), point[0] if point else "", int(point[1]) if point else 0)
     _watch_all(watch)
     rng = random.Random(seed)
     watch.commit_s = rng.choice(COMMIT_S)
     Life(Path(folder), watch, rng, int(capacity_bytes)).run()
-
-
-if __name__ == "__main__":
-    main()
