@@ -19,10 +19,11 @@ from kvstore.core.types import BlockKey
 
 ROW = 2
 ENTRY_BYTES = 16
+TICKS = 32
+"""In a second: four years have 32 bits of them."""
 _TAG = 0xFFFFFFFE
 _USED = 1
 _COUNT = 0xFFFFFFFF
-_TICKS = 32  # in a second: four years have 32 bits of them
 
 
 class Left(NamedTuple):
@@ -91,8 +92,8 @@ class Ghosts:
 
 
 def _ticks(time_s: float) -> int:
-    return min(int(time_s * _TICKS) + 1, _COUNT)
+    return min(int(time_s * TICKS) + 1, _COUNT)
 
 
 def _seconds(ticks: int) -> float:
-    return (ticks - 1) / _TICKS
+    return (ticks - 1) / TICKS

@@ -20,6 +20,10 @@ such a path would not stay until it is used; it is the next to leave, and the ot
 LRU insertion: Qureshi et al., ISCA 2007.) Not where requests are handed over: there a store waits
 for what was stored last.
 
+A session that has ended makes room for those that begin: a kept block leaves before the coldest new
+one, whatever the share, if it has been cold for longer, and for so long that it is hardly used any
+more (`kvstore/core/odds.py`).
+
 Where recency alone hits more (`kvstore/core/trial.py`), the share does not matter: of both orders'
 coldest blocks that one leaves that was used or stored longer ago (`Slots.by_recency`). Where few
 blocks have most uses, what is new needs little room: then the share may grow up to MORE_KEPT. And
@@ -51,6 +55,8 @@ SOON = 0.5
 """A block that was never used is back soon while fewer have left than this part of the capacity."""
 COLD = 1 / 3
 """A kept block is cold if it was not used for this part of the coldest one's time."""
+HARDLY = 8
+"""A kept block is hardly used where a new one is so many times as likely to be used."""
 GHOSTS = 4
 """Entries for each block in the table of those that have left: it finds half as many."""
 _FULL = 0.95  # of these, or of all slots: before, what comes back displaces nothing
@@ -67,9 +73,11 @@ class SegmentedLRU(LeafLRU):
         self._kept = LeafLRU()
         self.kept = 0  # blocks
         self._share = KEPT_SHARE
+        self._now_s = 0.0
 
-    def stored(self, entry: Node, _now_s: float) -> None:
+    def stored(self, entry: Node, now_s: float) -> None:
         """A block can be read now; one that is pinned enters with its last pin."""
+        self._now_s = now_s
         above, barely = entry.parent, self._slots.barely
         barely[entry.slot] = above is not None and barely[above.slot]
         left = self._ghosts.find(entry.key)
@@ -112,7 +120,7 @@ class SegmentedLRU(LeafLRU):
     def _last_s(self, entry: Node) -> float:
         return max(self._slots.used_s[entry.slot], self._slots.stored_s[entry.slot])
 
-    def _judge(self, entry: Node, now_s: float) -> None:
+    def _judge(self, entry: Node) -> None:
         """The end of a path is used: learn from how cold it had become."""
         slots = self._slots
         slots.barely[entry.slot] = 0
@@ -123,7 +131,7 @@ class SegmentedLRU(LeafLRU):
             return
         last_s, coldest_s = self._last_s(entry), self._last_s(coldest)
         slots.barely[entry.slot] = last_s <= coldest_s and not slots.hands_over
-        if now_s - last_s >= COLD * (now_s - coldest_s):
+        if self._now_s - last_s >= COLD * (self._now_s - coldest_s):
             self._grow(_kept_by(entry))
 
     @property
@@ -136,8 +144,9 @@ class SegmentedLRU(LeafLRU):
 
     def used(self, entry: Node, now_s: float) -> None:
         """A request used a block, and so all above it: they are kept, and it is the hottest."""
+        self._now_s = now_s
         if not entry.children:  # else its time is not that of the path
-            self._judge(entry, now_s)
+            self._judge(entry)
         self._use(entry)
 
     def _use(self, entry: Node) -> None:
@@ -219,12 +228,18 @@ class SegmentedLRU(LeafLRU):
 
     def _kept_goes(self, new: Node | None) -> bool:
         """Tell whether the coldest kept block leaves before the coldest new one."""
-        if not self._slots.by_recency:
-            return self.kept > self._most
-        kept = self._kept.coldest
+        slots, kept = self._slots, self._kept.coldest
+        if not slots.by_recency and self.kept > self._most:
+            return True
         if kept is None or new is None or isinstance(new, Mark):
-            return new is None
-        return not self._slots.barely[new.slot] and self._last_s(kept) <= self._last_s(new)
+            return slots.by_recency and new is None
+        kept_s, new_s = self._last_s(kept), self._last_s(new)
+        if slots.by_recency:
+            return not slots.barely[new.slot] and kept_s <= new_s
+        if slots.odds is None or kept_s > new_s:
+            return False
+        of_kept = slots.odds.of(self._now_s - kept_s, used=True)
+        return of_kept * HARDLY < slots.odds.of(self._now_s - new_s, used=False)
 
     def victims(self, *, wanted: bool = False) -> Iterator[Node]:
         """Take blocks out of the orders: kept ones beyond their share, then the coldest new ones.

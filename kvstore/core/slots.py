@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 
 from kvstore.core.index import Entry
 from kvstore.core.leases import Generations
+from kvstore.core.odds import Odds
 from kvstore.core.types import BlockKey, Slot
 
 Write = Entry | tuple[BlockKey, BlockKey | None]
@@ -31,6 +32,7 @@ class Slots:
         self.by_recency = False  # what was used leaves in one order with what was not
         self.keeps_more = False  # what was used may have nearly all
         self.keeps_longer = False  # it gives way only to what was used after it
+        self.odds: Odds | None = None  # which of two kinds of blocks is likelier to be used
         self.hands_over = False  # other stores ask for blocks that engines here are computing
         self.free: list[Slot] = []
         self.granted: dict[Slot, Write | None] = {}  # None: nothing is written there yet

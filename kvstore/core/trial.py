@@ -24,6 +24,7 @@ from kvstore.core.eviction import LRU
 from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
 from kvstore.core.leases import NEVER_NS, Generations
 from kvstore.core.manager import Manager
+from kvstore.core.odds import Odds
 from kvstore.core.policy import MakePolicy
 from kvstore.core.segmented import GHOSTS, SEGMENTED
 from kvstore.core.slots import Slots
@@ -34,6 +35,7 @@ BLOCKS = 256
 STEP_BLOCKS = 8  # that an engine computes in a step
 _FADES = 8 * BLOCKS  # while so many blocks are asked for, by all but 1/e
 _FADES_SLOWLY = 32 * BLOCKS  # between two ways that are more alike
+_KNOWN = 16 * BLOCKS  # when they were asked for
 _RECENT = 1
 _WAYS = (
     (False, False, False),  # by recency, keeps more, keeps longer
@@ -101,6 +103,7 @@ class Trial:
     def __init__(self, slots: Slots, groups: int = 1) -> None:
         """slots: of the memory, which has blocks of so many groups; those of one are tried."""
         self._slots, self._groups = slots, groups
+        self._odds = Odds(_KNOWN, _FADES)
         self._more = [0.0] * len(_WAYS)  # blocks that each has hit more than memory's way
 
     @cached_property
@@ -108,6 +111,7 @@ class Trial:
         caches = [Cache(BLOCKS, SEGMENTED) for _ in _WAYS]
         for cache, way in zip(caches, _WAYS, strict=True):
             _go(cache.manager.slots, way)
+            cache.manager.slots.odds = self._odds
         return caches
 
     def sampled(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
@@ -115,6 +119,7 @@ class Trial:
         capacity = self._slots.capacity // self._groups
         if capacity < BLOCKS:
             self._go(_WAYS[0])  # it may have been larger
+            self._slots.odds = None
             return []
         limit = _HASHES // capacity * BLOCKS
         return [key for key in keys if xxh3_64_intdigest(key) < limit]
@@ -125,6 +130,8 @@ class Trial:
         if not keys:
             return
         chain, hits = Chain(b"".join(keys), len(keys[0]), 1), list[int]()
+        self._odds.note(keys, now_s)
+        slots.odds = self._odds
         for cache in self._caches:
             cache.manager.slots.hands_over = slots.hands_over
             cache.manager.now_s = now_s
