@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.core.ghosts import ENTRY_BYTES, Ghosts
 from kvstore.core.manager import Manager
+from kvstore.core.odds import Odds
 from kvstore.core.segmented import KEPT_SHARE, SEGMENTED, SOON, SegmentedLRU, _kept_by
 from kvstore.core.types import BlockKey, Chain, GroupRule, Slot
 from kvstore.handover.request_leases import RequestLeases
@@ -315,6 +316,39 @@ def test_Q64_in_one_order_what_was_used_or_stored_longest_ago_leaves_first(used_
     rig.manager.now_s = 4
     rig.put("more")
     assert (rig.here("used"), rig.here("once")) == (([], [0]) if used_s == 1 else ([0], []))
+
+
+@pytest.mark.parametrize(
+    ("of_used", "used_s", "stored_s", "now_s", "leaves"),
+    [
+        (1.0, 1, 30, 31, "used"),  # those that are used are used after 10 s
+        (1.0, 1, 5, 6, "once"),
+        (1.0, 1, 2, 50, "once"),  # neither is used so late
+        (0.0, 1, 5, 6, "used"),  # no block is used twice
+        (0.0, 5, 1, 6, "once"),  # but what is older leaves first in one order, too
+        (0.2, 1, 5, 6, "once"),  # a fifth is no eighth
+    ],
+)
+def test_Q64_a_session_that_has_ended_makes_room_for_those_that_begin(
+    of_used: float, used_s: int, stored_s: int, now_s: int, leaves: str
+) -> None:
+    """of_used: how many of those that are used are used again. Used, stored, and full at once."""
+    rig, odds, some = Rig(2), Odds(64, fades=64), [BlockKey(key) for key in hashes(20)]
+    odds.note(some, 0)
+    odds.note(some, 10)
+    odds.note(some[: int(20 * of_used)], 20)
+    odds.note([BlockKey(key) for key in hashes(4, "once")], 20)
+    rig.manager.slots.odds = odds
+    rig.put("used")
+    for second in sorted((used_s, stored_s)):
+        rig.manager.now_s = second
+        if second == used_s:
+            assert rig.use("used") == 1
+        else:
+            rig.put("once")
+    rig.manager.now_s = now_s
+    rig.put("more")
+    assert [name for name in ("used", "once") if not rig.here(name)] == [leaves]
 
 
 def test_Q64_what_is_next_to_leave_and_has_failed_below_is_in_the_order_once() -> None:

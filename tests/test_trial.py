@@ -106,7 +106,7 @@ def test_Q64_what_was_used_has_nearly_all_where_few_blocks_have_most_uses() -> N
     """With 80 % it hit .537."""
     trace = Trace(popular(3000), 40 * 16 + 8 * 3000, 24 * 3000)
     default, arc = (replay(trace, 600, policy=which) for which in ("segmented", Arc))
-    assert default.block_hit_ratio == pytest.approx(0.5967, abs=0.0001)
+    assert default.block_hit_ratio == pytest.approx(0.5933, abs=0.0001)
     assert default.block_hit_ratio > 0.95 * arc.block_hit_ratio
 
 
@@ -134,7 +134,7 @@ def test_Q64_of_what_comes_back_in_turns_and_does_not_fit_a_part_stays() -> None
     trace = Trace(requests, 60 * 16, 20 * 60 * 16)
     default, lru = (replay(trace, 480, policy=which) for which in ("segmented", LRU))
     assert lru.block_hit_ratio == 0
-    assert default.block_hit_ratio == pytest.approx(0.3474, abs=0.0001)
+    assert default.block_hit_ratio == pytest.approx(0.3510, abs=0.0001)
 
 
 def test_Q64_where_all_fits_both_ways_are_one_and_nothing_changes() -> None:
@@ -166,9 +166,11 @@ def test_Q64_a_memory_that_becomes_small_keeps_what_was_used_again() -> None:
     manager.slots.by_recency = True
     trial.use(trial.sampled(path("any", 64)), 0)
     assert manager.slots.by_recency
+    assert manager.slots.odds
     manager.retire_slots([Slot(slot) for slot in range(BLOCKS - 1, MEMORY)])
     trial.use(trial.sampled(path("any", 64)), 0)
     assert not manager.slots.by_recency
+    assert not manager.slots.odds
 
 
 def test_Q64_a_trial_takes_memory_once_something_is_tried_and_no_more_with_each_request() -> None:

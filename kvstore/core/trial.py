@@ -103,7 +103,6 @@ class Trial:
     def __init__(self, slots: Slots, groups: int = 1) -> None:
         """slots: of the memory, which has blocks of so many groups; those of one are tried."""
         self._slots, self._groups = slots, groups
-        self._odds = Odds(_KNOWN, _FADES)
         self._more = [0.0] * len(_WAYS)  # blocks that each has hit more than memory's way
 
     @cached_property
@@ -113,6 +112,10 @@ class Trial:
             _go(cache.manager.slots, way)
             cache.manager.slots.odds = self._odds
         return caches
+
+    @cached_property
+    def _odds(self) -> Odds:  # likewise: 130 KB
+        return Odds(_KNOWN, _FADES)
 
     def sampled(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Choose those that are tried, of keys that follow one another."""
