@@ -157,21 +157,6 @@ def test_without_vllm_the_table_and_the_rows_say_so(capsys: pytest.CaptureFixtur
     assert {row["reference"] for row in rows} == {row["ratio"] for row in rows} == {None}
 
 
-@pytest.mark.vllm
-def test_vllms_managers_run_beside_ours_in_the_same_run() -> None:
-    command = ["index", "--blocks", str(INDEX_BLOCKS), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench", *command], capture_output=True, check=True
-    )
-    rows = json.loads(done.stdout)["results"]
-    assert {row["against"] for row in rows} == {"LRU", "ARC"}
-    for row in rows:
-        if row["name"] != "store_evict":  # that is a median of pairs
-            assert row["ratio"] == pytest.approx(row["value"] / row["reference"])
-        if row["name"] == "lookup_full_hit":
-            assert row["ratio"] < 0.5, "one search against a thousand calls"
-
-
 # The disk
 
 SMALL_DISK = nvme.Sizes(

@@ -23,7 +23,7 @@ from connectors.worker_copies import LoadTask, StoreTask
 from tests.engine.support import TROUBLES, Trouble, seen_file, wanted_file
 
 SLOW_S = 0.4
-PAUSE_S = {Trouble.PAUSES: 0.004, Trouble.LONG_PAUSES: 0.2}
+PAUSE_S = {Trouble.PAUSES: 0.012, Trouble.LONG_PAUSES: 0.2}
 UNMAPPED_SLOT = 1 << 30
 
 

@@ -73,10 +73,14 @@ def plain(model: Callable[[str], Path]) -> Iterator[Callable[[str], Engine]]:
 @pytest.fixture(scope="session")
 def reference(plain: Callable[[str], Engine]) -> Reference:
     """What an engine without connector answers, with nothing in its cache, and no abort."""
+    known: dict[tuple[str, bytes, int], list[Result]] = {}
 
     def results(name: str, requests: Sequence[Request], tokens_out: int) -> list[Result]:
         whole = [msgspec.structs.replace(request, abort_step=None) for request in requests]
-        return plain(name).run(whole, max_tokens=tokens_out)
+        asked = name, msgspec.msgpack.encode(whole), tokens_out
+        if asked not in known:
+            known[asked] = plain(name).run(whole, max_tokens=tokens_out)
+        return known[asked]
 
     return results
 

@@ -1,7 +1,8 @@
-"""The harness itself: it starts, sees and ends engines."""
+"""The harness itself: it starts, sees and ends engines, and has vLLM's managers beside ours."""
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,14 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.bench import __main__ as bench
+from tests.bench import index
 from tests.bench.engine import Engine, EngineFailed, Request
 from tests.bench.models import prompt
 from tests.bench.native import native_config
+from tests.engine.facts import IMPORTS_VLLM
 from tests.engine.identity import assert_same
 from tests.engine.support import eventually, forget, grown, only_long
 from tests.harness.handover_nodes import gone
 
-pytestmark = pytest.mark.vllm
+pytestmark = IMPORTS_VLLM
 
 HOST_BYTES = 64 << 20
 TOKENS_OUT = 24
@@ -51,3 +55,19 @@ def test_a_hung_engine_is_ended(native: Engine) -> None:
     with pytest.raises(EngineFailed, match="not answered in 1 s"):
         native.run(requests(), max_tokens=1, timeout_s=1)
     eventually(lambda: gone(driver))
+
+
+def test_vllms_managers_run_beside_ours_in_the_same_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "collect_young_only", lambda: None)
+    monkeypatch.setattr(index, "LOOKUPS", 5)
+    monkeypatch.setattr(index, "ROUNDS", 6)
+    assert bench.main(["index", "--blocks", "4000", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert {row["against"] for row in rows} == {"LRU", "ARC"}
+    for row in rows:
+        if row["name"] != "store_evict":  # that is a median of pairs
+            assert row["ratio"] == pytest.approx(row["value"] / row["reference"])
+        if row["name"] == "lookup_full_hit":
+            assert row["ratio"] < 0.5, "one search against a thousand calls"

@@ -57,7 +57,7 @@ class Node:
 
     def start(self) -> None:
         self.store.__enter__()
-        self.wait(lambda: self.exporter is not None and self.gauge("open{exporters}") is not None)
+        self.wait(lambda: self.numbers().get("exporter_up"))  # peers wait for it only so long
         self._engine = LiveEngine(self)
 
     def stop(self) -> None:

@@ -18,6 +18,7 @@ SECONDS = {
     (disk, "CLOSE_S"): 0.7,
     (tier, "DRAIN_S"): 0.7,
     (server, "_FLUSH_S"): 1.2,
+    (server, "_BACK_S"): 3.0,
 }
 
 
