@@ -25,7 +25,7 @@ def test_Q64_a_kind_of_block_is_as_likely_to_be_used_as_those_before_it_were() -
     assert odds.of(0, used=True) == pytest.approx(1 / 3, rel=0.1)
     assert odds.of(15, used=False) == pytest.approx(0.5 / 3, rel=0.1), "one of three took so long"
     assert odds.of(15, used=True) == pytest.approx(1 / 9, rel=0.1)
-    assert odds.of(50, used=True) == pytest.approx(1 / 9, rel=0.1), "it is due"
+    assert odds.of(40, used=True) == pytest.approx(1 / 9, rel=0.1), "it is due"
     assert odds.of(70, used=True) == odds.of(1e9, used=False) == 0
 
 
