@@ -103,6 +103,8 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "connectors/kv_transfer_params.py": (
+        ("kv_transfer_params -k P9", "return own if named else given", "return given"),
+        ("kv_transfer_params -k P9", " and is_sendable(own, limits.TEXT_MAX)", ""),
         ("kv_transfer_params -k B7_parameters_of_a_router", "and not unsaid and", "and"),
         (
             "kv_transfer_params -k B7_parameters_of_a_router",
