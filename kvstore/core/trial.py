@@ -10,7 +10,7 @@ Memory goes another way once that has hit as many blocks more as its cache can h
 between two that keep. What it hits fewer counts against it, and all fades: a difference of less
 than an eighth of what is asked for changes nothing, nor, between two that keep, one of less than a
 64th. So nothing has to be known of what is asked for, and a wrong way costs a part of what a full
-memory holds.
+memory holds. The sample also says how likely blocks are to be used (`kvstore/core/odds.py`).
 """
 
 from __future__ import annotations
