@@ -45,6 +45,7 @@ CONNECTIONS_MAX = 16
 PAGE, STATUS, METRICS = "/", "/status.json", "/metrics"
 SILENT_S = 5.0  # without a byte from a client, or one that it takes
 PAUSE_S = 0.5  # after a connection could not be taken, for want of descriptors say
+_LOOK_S = 0.05  # how often it looks whether it is to end
 
 
 Probe = Callable[[], Sequence[str]]  # says why not; nothing if all is well
@@ -236,7 +237,9 @@ def start(
     ProcessCollector(registry=registry)
     server = listen(address)
     server.set_app(_pages(registry, probes, status))
-    thread = threading.Thread(target=server.serve_forever, name="kvstore-metrics", daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, args=(_LOOK_S,), name="kvstore-metrics", daemon=True
+    )
     thread.start()
     host = f"[{address.host}]" if ":" in address.host else address.host
     log.info("metrics at http://%s:%d/metrics", host, server.server_port)

@@ -48,7 +48,7 @@ class StoreProcess:
 
         module: has the command line, which tests change (one of theirs is found in the working
         folder, where the product looks for nothing); environment: added to ours. scraped: it has
-        a metrics endpoint, which takes half a second to end. options: of the command.
+        a metrics endpoint. options: of the command.
         """
         self.config_path = folder / "kvstore.toml"
         self.log_path = folder / "store.log"

@@ -21,10 +21,13 @@ def forked_engine(environment: Mapping[str, str], pipe_fd: int, log_fd: int) -> 
 def _be_an_engine(fds: list[int], environment: dict[str, str]) -> None:
     import setproctitle
     from vllm import envs
+    from vllm.model_executor.models import registry
 
     setproctitle.getproctitle()  # the place for it is found while the environment is as it was
     os.environ.update(environment)  # what sitecustomize has set stays, as in a new process
     vars(envs)["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # on a CPU vLLM starts them afresh
+    # vLLM looks at a model in a process of its own, so that this one need not import it. This has.
+    registry._run_in_subprocess = lambda look: look()
     for number in (1, 2):
         os.dup2(fds[1], number)
     try:

@@ -41,6 +41,7 @@ OF_ENGINES = (
     "vllm.model_executor.models.gemma3",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.core.sched.scheduler",
+    "tests.engine.kernels",
 )
 
 
