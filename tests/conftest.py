@@ -43,6 +43,15 @@ class ByFile(LoadScopeScheduling):
         path: str = nodeid.partition("::")[0]
         return ENGINES if path.startswith(ENGINES) else path
 
+    def schedule(self) -> None:
+        """Give the first files to gw0, whichever process is ready first: engines can start there.
+
+        See `forking`, below.
+        """
+        for node in sorted(self.assigned_work, key=lambda node: node.gateway.id != "gw0"):
+            self.assigned_work[node] = self.assigned_work.pop(node)
+        super().schedule()
+
 
 def pytest_configure() -> None:
     """Have processes that tests start hear Ctrl-C, also where a shell runs us in the background."""
@@ -116,7 +125,7 @@ def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def forking(request: pytest.FixtureRequest) -> None:
     """Processes can be forked from one that has imported what they need."""
     imports, environment = [*OF_INDEXES], dict(os.environ)
-    # All engines are in the first process, whose tests come first; each process knows of all tests.
+    # ByFile gives all engines to the first process; each process knows of all tests.
     first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
     if first and any(item.get_closest_marker("vllm") for item in request.session.items):
         from tests.bench import engine

@@ -19,6 +19,8 @@ def forked_engine(environment: Mapping[str, str], pipe_fd: int, log_fd: int) -> 
 
 
 def _be_an_engine(fds: list[int], environment: dict[str, str]) -> None:
+    if "vllm" not in sys.modules:  # nor was the process started in an engine's environment
+        raise RuntimeError("forked from a process without vLLM: see `forking` in tests/conftest.py")
     import setproctitle
     from vllm import envs
     from vllm.model_executor.models import registry

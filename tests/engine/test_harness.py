@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from tests.bench import index
 from tests.bench.engine import Engine, EngineFailed, Request
 from tests.bench.models import prompt
 from tests.bench.native import native_config
+from tests.conftest import ByFile
 from tests.engine.facts import IMPORTS_VLLM
 from tests.engine.identity import assert_same
 from tests.engine.support import eventually, forget, grown, only_long
@@ -71,3 +73,24 @@ def test_vllms_managers_run_beside_ours_in_the_same_run(
             assert row["ratio"] == pytest.approx(row["value"] / row["reference"])
         if row["name"] == "lookup_full_hit":
             assert row["ratio"] < 0.5, "one search against a thousand calls"
+
+
+def test_all_engines_are_given_to_the_process_that_can_start_them_whichever_is_ready_first() -> (
+    None
+):
+    config = Mock(option=Mock(loadscopereorder=False))
+    config.getvalue.return_value = ["popen", "popen"]
+    scheduler = ByFile(config, None)
+    second, first = (Mock(gateway=Mock(id=name), shutting_down=False) for name in ("gw1", "gw0"))
+    tests = [
+        "tests/engine/test_a.py::test",
+        "tests/engine/test_b.py::test",
+        "tests/test_c.py::test",
+    ]
+    for node in (second, first):
+        scheduler.add_node(node)
+    for node in (second, first):
+        scheduler.add_node_collection(node, tests)
+    scheduler.schedule()
+    first.send_runtest_some.assert_called_once_with([0, 1])
+    second.send_runtest_some.assert_called_once_with([2])
