@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 
 from tests.bench import driver
+from tests.engine.ahead import AHEAD, schedule_ahead
 from tests.harness.forked import Forked
 
 
@@ -24,6 +25,8 @@ def _be_an_engine(fds: list[int], environment: dict[str, str]) -> None:
 
     setproctitle.getproctitle()  # the place for it is found while the environment is as it was
     os.environ.update(environment)  # what sitecustomize has set stays, as in a new process
+    if AHEAD in environment:
+        schedule_ahead()
     vars(envs)["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # on a CPU vLLM starts them afresh
     for number in (1, 2):
         os.dup2(fds[1], number)
