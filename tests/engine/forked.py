@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 
 from tests.bench import driver
+from tests.engine.ahead import AHEAD, schedule_ahead
 from tests.harness.forked import Forked
 
 
@@ -27,6 +28,8 @@ def _be_an_engine(fds: list[int], environment: dict[str, str]) -> None:
 
     setproctitle.getproctitle()  # the place for it is found while the environment is as it was
     os.environ.update(environment)  # what sitecustomize has set stays, as in a new process
+    if AHEAD in environment:
+        schedule_ahead()
     vars(envs)["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # on a CPU vLLM starts them afresh
     # vLLM looks at a model in a process of its own, so that this one need not import it. This has.
     registry._run_in_subprocess = lambda look: look()

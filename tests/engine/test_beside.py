@@ -15,6 +15,7 @@ from tests.bench.handover import HANDED, native, native_env
 from tests.bench.models import prompt
 from tests.bench.native import native_config
 from tests.bench.store import StoreProcess
+from tests.engine.ahead import ENDS_IN_STEP
 from tests.engine.identity import assert_same
 from tests.engine.support import (
     CAPACITY,
@@ -182,6 +183,7 @@ def test_B10_beside_a_connector_that_hands_over_prompts_are_its_own_and_blocks_o
                     assert_same(expected, [again])
 
 
+@ENDS_IN_STEP
 @pytest.mark.parametrize("ours_first", [False, True])
 def test_O15_what_another_connector_calls_bad_after_a_step_is_not_stored(
     model: Callable[[str], Path], plain: Callable[[str], Engine], tmp_path: Path, ours_first: bool

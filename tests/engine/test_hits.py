@@ -9,6 +9,7 @@ import pytest
 from kvstore.store import admin
 from tests.bench.engine import Request, Result
 from tests.bench.models import prompt
+from tests.engine.ahead import ENDS_IN_STEP
 from tests.engine.identity import assert_same
 from tests.engine.served import Served
 from tests.engine.support import (
@@ -91,6 +92,7 @@ def test_M1_M2_hits_are_exact_after_a_reset(served: Served) -> None:
     forget(served.engine)
 
 
+@ENDS_IN_STEP
 def test_O6_with_nothing_else_to_run_a_hit_takes_one_step(served: Served) -> None:
     """Once at least: a slow store's answer comes a step later."""
     one = Request(id="alone", tokens=prompt(77, 1000))
