@@ -1,4 +1,4 @@
-"""Loads that come straight from a peer into engine memory, and writes to a peer's engine memory.
+"""Loads that come straight from a peer into engine memory.
 
 One block of such a load, named by its fetch and its position there:
 
@@ -14,12 +14,10 @@ that does not stop another process from writing: agents that are written to use 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -32,15 +30,10 @@ from kvstore.core.layout import Move, RankLayout, RankPages
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 
-if TYPE_CHECKING:
-    from connectors.worker_copies import WriteTask
-
 log = logging.getLogger(__name__)
 
 FETCHES_MAX = 1024  # that the store has sent messages about
 CANCEL_NS = 1_000_000_000  # for cancelled transfers to end by themselves
-WRITE_NS = 5_000_000_000  # for a write, of some MB
-LATE_MAX = 16  # abandoned writes that have not ended
 RETRY_NS = 1_000_000_000  # until an agent that could not be made is tried again
 
 FetchBlock = tuple[int, int]
@@ -48,8 +41,6 @@ FetchBlock = tuple[int, int]
 Send = Callable[[framing.Message], None]
 """Sends a message to the store."""
 FetchMessage = p.Places | p.Passed
-WriteEnd = Literal["all", "none", "failed"]
-"""How a write ended: see p.BlocksWritten."""
 
 
 class _Source(msgspec.Struct, eq=False):
@@ -109,7 +100,7 @@ class PeerLoad(msgspec.Struct, eq=False):
 
 
 class DirectTransfers:
-    """One worker's direct loads and writes: the link thread receives, the copy thread moves."""
+    """One worker's direct loads: the link thread receives, the copy thread moves."""
 
     def __init__(self, caches: dict[str, LayerCache], *, pushed: bool = False) -> None:
         """caches: by layer name; pushed: peers write into them, too.
@@ -120,7 +111,6 @@ class DirectTransfers:
         self._slot_bytes = 0
         self._inbox: deque[FetchMessage] = deque()
         self._fetches: dict[int, _Fetch] = {}
-        self._late: list[AgentTransfer] = []  # abandoned writes
         self._retry_ns = 0  # without an agent: the next attempt to make one
         self._send: Send = discard  # to the store
 
@@ -243,53 +233,6 @@ class DirectTransfers:
             self._announce()
         except TierError as exc:
             log.error("direct transfers are off until an agent can be made: %s", exc)
-
-    # Writes
-
-    def advance_write(
-        self, write: WriteTask, now_ns: int, *, session_over: bool
-    ) -> WriteEnd | None:
-        """Start or continue a write; None while it is under way.
-
-        session_over: start none, and wait less for one that was started.
-        """
-        if write.transfer is None:
-            if session_over:
-                return "none"
-            self._check_late_writes()
-            asked = write.message
-            try:
-                blocks, there = framing.from_u32(asked.blocks), framing.from_u32(asked.targets)
-                write.transfer = self._agent.write(asked.ranks, asked.group, blocks, there)
-            except (KVStoreError, ArithmeticError, LookupError, ValueError) as exc:
-                log.error("direct write to a peer was not started: %s", exc)
-                return "none"
-            write.until_ns = now_ns + WRITE_NS
-        limit_ns = CANCEL_NS if session_over else WRITE_NS
-        write.until_ns = min(write.until_ns, now_ns + limit_ns)
-        try:
-            if self._agent.over(write.transfer):
-                return "all"
-        except TierError as exc:
-            log.error("direct write to a peer failed: %s", exc)
-            return "none" if write.transfer.clean else "failed"
-        if now_ns < write.until_ns:
-            return None
-        log.warning("direct write to a peer timed out and was abandoned")
-        self._late.append(write.transfer)
-        return "failed"
-
-    def _check_late_writes(self) -> None:
-        """Forget abandoned writes that have ended; restart the agent if too many have not."""
-        late, self._late = self._late, []
-        for transfer in late:
-            with contextlib.suppress(TierError):
-                if not self._agent.over(transfer):
-                    self._late.append(transfer)
-        if len(self._late) > LATE_MAX:
-            log.warning("%d abandoned writes do not end: restarting the agent", len(self._late))
-            self._late.clear()
-            self._restart()
 
     # What the store says
 

@@ -1,7 +1,7 @@
 """The NIXL agent of one worker: moves bytes between its KV tensors and memory of peers.
 
-It reads a peer's slots or its engine's tensors into ours, and writes ours to a peer's engine.
-Peers read and write our tensors through it, too. The tensors are on a GPU or in host memory.
+It reads a peer's slots or its engine's tensors into ours. Peers read and write our tensors through
+it, too. The tensors are on a GPU or in host memory.
 
 Only for engines that asked for it: a process that reaches an agent over the network can read and
 write all memory of the agent's process. Restarting the agent ends all its transfers: nothing is
@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENGINES_MAX = 64  # of peers, with known overlaps of their memory and ours
-WRITTEN_PAGES_MAX = 256  # by group and rank of a peer, with known overlaps
-OVERLAPS_MAX = 1 << 17  # kept of these
 PEERS_MAX = 1024  # agents
 NETWORKS = "^shm,cuda_ipc"  # UCX's transports but those between processes of one machine
 Pages = list[tuple[tuple[PageRun, ...], ...]]
@@ -45,17 +42,16 @@ READ_BYTES = 16 << 20  # of one read; through shared memory the starting call do
 
 
 class AgentTransfer(msgspec.Struct, eq=False):
-    """A read or a write that was started. agent: the number of the agent that does it.
+    """A read that was started. agent: the number of the agent that does it.
 
     flights: parts under way; none: it is over. failure: of a part that could not be moved; others
-    may still be under way. clean: that part had not begun, and none of the others has failed.
+    may still be under way.
     """
 
     bytes: int
     agent: int
     flights: list[Flight]
     failure: str = ""
-    clean: bool = False
 
 
 class EngineAgent:
@@ -78,10 +74,8 @@ class EngineAgent:
         self._part_strides: list[int] = []  # in a slot, from an engine block's part to the next
         self._slot_overlaps: list[list[Overlap]] = []  # with a part of a slot, by group
         self._pages: list[tuple[PageRun, ...]] = []  # by group
-        self._own: list[tuple[PageRun, ...]] = []  # those of them that this rank writes
         # By a peer's agents: their pages, and the overlaps of each group.
-        self._read_overlaps: dict[tuple[str, ...], tuple[Pages, list[list[Overlap]]]] = {}
-        self._write_overlaps: dict[tuple[int, tuple[PageRun, ...]], list[Overlap]] = {}
+        self._overlaps: dict[tuple[str, ...], tuple[Pages, list[list[Overlap]]]] = {}
         self._agent: Agent | None = None
         self._agents = 0  # made so far
         self._peers: dict[str, bytes] = {}  # agent -> metadata; the last one heard of is last
@@ -108,10 +102,6 @@ class EngineAgent:
             tuple(page_run(run, cache_of(run, self._caches)) for run in group.runs)
             for group in layout.groups
         ]
-        self._own = [
-            tuple(page for page, run in zip(pages, group.runs, strict=True) if run.writes)
-            for pages, group in zip(self._pages, layout.groups, strict=True)
-        ]
         self.part_bytes = [sum(run.length for run in group.runs) for group in layout.groups]
         for name, value in ucx_settings(devices, self._transports).items():
             os.putenv(name, value)  # UCX reads them when the first agent is made
@@ -123,8 +113,7 @@ class EngineAgent:
         ]
         self._peers.clear()
         self._met.clear()
-        self._read_overlaps.clear()
-        self._write_overlaps.clear()
+        self._overlaps.clear()
         if self._agent is None and (wrong := self._recreate()):
             raise NotSupported(wrong)
 
@@ -199,67 +188,34 @@ class EngineAgent:
         self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]
     ) -> AgentTransfer:
         """Start reading a peer's engine blocks into ours, of any ranks. Raises TierError."""
-        shared, parts = self._overlaps_to_read(ranks), []
+        shared, parts = self._overlaps_with(ranks), []
         for number, rank in enumerate(ranks):
             local, remote = _places(shared, number, moves)
             if local:
                 parts.append((rank.agent, rank.gpu, local, remote))
         return self._start(parts)
 
-    def _overlaps_to_read(self, ranks: Sequence[RankPages]) -> list[list[Overlap]]:
+    def _overlaps_with(self, ranks: Sequence[RankPages]) -> list[list[Overlap]]:
         """Return the overlaps of each group, and take note of the ranks. Raises TierError."""
         agents = tuple(rank.agent for rank in ranks)
         for rank in ranks:
             self.meet(rank.agent, rank.metadata)
         theirs = [rank.pages for rank in ranks]
-        found = self._read_overlaps.get(agents)
+        found = self._overlaps.get(agents)
         if found is None or found[0] != theirs:  # another peer may have named these agents
-            if len(self._read_overlaps) >= ENGINES_MAX:
-                self._read_overlaps.clear()
+            if len(self._overlaps) >= ENGINES_MAX:
+                self._overlaps.clear()
             overlaps = [
-                overlaps_of(
-                    own,
-                    [pages[group] if group < len(pages) else () for pages in theirs],
-                    reads=True,
-                )
+                overlaps_of(own, [pages[group] if group < len(pages) else () for pages in theirs])
                 for group, own in enumerate(self._pages)
             ]
-            found = self._read_overlaps[agents] = theirs, overlaps
+            found = self._overlaps[agents] = theirs, overlaps
         return found[1]
 
-    def write(
-        self, ranks: Sequence[RankPages], group: int, blocks: Sequence[int], there: Sequence[int]
-    ) -> AgentTransfer:
-        """Start writing what this rank has of engine blocks of a group into those of a peer's.
-
-        ranks: with the group's pages only. Raises TierError, IndexError for another group.
-        """
-        own, theirs, parts = np.array(blocks, np.uint64), np.array(there, np.uint64), []
-        for rank in ranks:
-            if rank.metadata:
-                self.meet(rank.agent, rank.metadata)
-            overlaps = self._overlaps_to_write(group, rank.pages[0])
-            if overlaps:
-                local = [rows(each.here(own), each.size) for each in overlaps]
-                remote = [rows(each.there(theirs), each.size) for each in overlaps]
-                parts.append((rank.agent, rank.gpu, local, remote))
-        return self._start(parts, write=True)
-
-    def _overlaps_to_write(self, group: int, pages: tuple[PageRun, ...]) -> list[Overlap]:
-        if (group, pages) not in self._write_overlaps:
-            kept = sum(map(len, self._write_overlaps.values()))
-            if len(self._write_overlaps) >= WRITTEN_PAGES_MAX or kept >= OVERLAPS_MAX:
-                self._write_overlaps.clear()
-            self._write_overlaps[group, pages] = overlaps_of(self._own[group], [pages], reads=False)
-        return self._write_overlaps[group, pages]
-
     def _start(
-        self,
-        parts: Sequence[tuple[str, int | None, list[Places], list[Places]]],
-        *,
-        write: bool = False,
+        self, parts: Sequence[tuple[str, int | None, list[Places], list[Places]]]
     ) -> AgentTransfer:
-        """Start moving, by peer and the GPU that it has them on, between our places and its."""
+        """Start reading, by peer and the GPU that it has them on, from its places into ours."""
         if self._agent is None:
             raise TierIOError("no agent")
         transfer = AgentTransfer(0, self._agents, [])
@@ -270,7 +226,7 @@ class EngineAgent:
             for peer, gpu, local, remote in rows_of:
                 self._meet(self._agent, peer)
                 flight, over = self._agent.move(
-                    peer, local, remote, write=write, gpu=self.gpu, peer_gpu=gpu
+                    peer, local, remote, write=False, gpu=self.gpu, peer_gpu=gpu
                 )
                 if over:
                     self._agent.let_go(flight)
@@ -279,7 +235,6 @@ class EngineAgent:
                 transfer.bytes += int(local[:, 1].sum())
         except MoveError as exc:
             transfer.failure = str(exc)  # what was started of it is not over
-            transfer.clean = not exc.begun
         except BINDINGS as exc:  # nor is it then
             log.exception("a direct transfer was not started")
             transfer.failure = repr(exc)
@@ -296,7 +251,6 @@ class EngineAgent:
         """Return True if a transfer has ended. Raises TierError if it failed, and has ended."""
         if transfer.flights:
             if self._agent is None or transfer.agent != self._agents:
-                transfer.clean = False
                 raise TierIOError("its agent has ended")
             self._collect(self._agent, transfer)
         if transfer.failure and not transfer.flights:
@@ -310,7 +264,7 @@ class EngineAgent:
             try:
                 over = agent.over(flight)
             except MoveError as exc:
-                over, transfer.failure, transfer.clean = True, str(exc), False
+                over, transfer.failure = True, str(exc)
             if over:
                 agent.let_go(flight)
             else:
@@ -392,30 +346,23 @@ def _pieces(runs: Iterable[PageRun], rank: int = 0) -> Iterator[_Piece]:
             yield _Piece(offset, run.piece_bytes, base, run.block_stride, rank)
 
 
-def overlaps_of(
-    own: Iterable[PageRun], theirs: Sequence[Iterable[PageRun]], *, reads: bool
-) -> list[Overlap]:
+def overlaps_of(own: Iterable[PageRun], theirs: Sequence[Iterable[PageRun]]) -> list[Overlap]:
     """Cut our runs of a part where those of a peer's ranks begin and end.
 
-    Raises TierError if they do not have all of what is read, or some of what is written twice.
+    Raises TierError if they do not have all of it.
     """
     there = sorted(piece for rank, runs in enumerate(theirs) for piece in _pieces(runs, rank))
-    if not reads and any(one.offset + one.size > after.offset for one, after in pairwise(there)):
-        raise TierError("pages that lie one over another")
     found, at = list[Overlap](), 0
     for piece in sorted(_pieces(own)):
         reached, end = piece.offset, piece.offset + piece.size
         while reached < end:
             while at < len(there) and there[at].offset + there[at].size <= reached:
                 at += 1
-            start = max(reached, there[at].offset) if at < len(there) else end
-            if reads and start > reached:
+            if at == len(there) or there[at].offset > reached:
                 raise TierError(f"the peer's ranks lack byte {reached} of a block's part")
-            if start >= end:
-                break
             other = there[at]
-            reached = min(end, other.offset + other.size)
-            here, far = piece.base + start - piece.offset, other.base + start - other.offset
-            size = reached - start
+            here, far = piece.base + reached - piece.offset, other.base + reached - other.offset
+            size = min(end, other.offset + other.size) - reached
             found.append(Overlap(other.rank, size, here, piece.stride, far, other.stride))
+            reached += size
     return found

@@ -240,8 +240,6 @@ class WorkerHalf:
                 if removed is not None:
                     self._device.unpin(removed)
                 session.link.send(p.Mapped(message.extent, gone=True))
-            elif isinstance(message, p.WriteBlocks) and direct is not None:
-                self._copies.write(message, session)
             elif isinstance(message, p.Coming):
                 deadline = session.deadlines.get(message.lease)
                 if deadline is not None:

@@ -1,4 +1,4 @@
-"""The copies of one rank: stores, loads and direct writes, made by a thread of their own.
+"""The copies of one rank: stores and loads, made by a thread of their own.
 
 Only memory is touched here, never a disk. A load whose slots are still being filled from a lower
 tier is continued again and again, with other copies in between, and is given up when no block
@@ -27,11 +27,10 @@ from kvstore.core.errors import TierError
 from kvstore.units import shown
 from kvstore.wire import engine as p
 from kvstore.wire import framing
-from tiers.runner import NOTHING, Nothing, Runner
+from tiers.runner import Runner
 
 if TYPE_CHECKING:  # direct transfers load NIXL
-    from connectors.direct_reads import DirectTransfers, PeerLoad, WriteEnd
-    from connectors.engine_agent import AgentTransfer
+    from connectors.direct_reads import DirectTransfers, PeerLoad
 
 log = logging.getLogger(__name__)
 
@@ -92,17 +91,7 @@ class LoadTask(msgspec.Struct, eq=False):
         return not self.broken and self.slots is not None and self.slots.ok
 
 
-class WriteTask(msgspec.Struct, eq=False):
-    """A write to a peer's engine for the store of a session, and its state."""
-
-    message: p.WriteBlocks
-    session: Session
-    transfer: AgentTransfer | None = None
-    until_ns: int = 0
-
-
-Copied = StoreTask | LoadTask
-Task = Copied | WriteTask
+Task = StoreTask | LoadTask
 
 
 class Copies:
@@ -116,12 +105,11 @@ class Copies:
         self.direct = direct
         self.stores_open: dict[int, StoreTask] = {}
         self.loads_open: set[str] = set()
-        self.runner: Runner[Task, Copied] = Runner("kvstore-copy", self._copy, self._raised)
+        self.runner: Runner[Task, Task] = Runner("kvstore-copy", self._copy, lambda task, _: task)
         self._device = device
         self._entered = False  # the copy thread is ready for the device
         self._blocks_per_chunk = blocks_per_chunk
         self._idle_loads: set[str] = set()  # open loads that wait and copy nothing
-        self._writes_open: set[int] = set()  # to peers
 
     def store(self, job: StoreJob, mark: int) -> None:
         """Queue a store."""
@@ -135,27 +123,20 @@ class Copies:
         self.runner.submit(task, first=job.in_step)
         return task
 
-    def write(self, message: p.WriteBlocks, session: Session) -> None:
-        """Queue a write to a peer."""
-        self._writes_open.add(message.write)
-        self.runner.submit(WriteTask(message, session))
-
     def use_no_slots(self) -> bool:
         """Return True if nothing is being copied from slots that are about to go.
 
-        Writes to peers use no slots, and the store does not unmap what a waiting load has leased.
+        The store does not unmap what a waiting load has leased.
         """
-        return self.runner.open <= len(self._writes_open) + len(self._idle_loads)
+        return self.runner.open <= len(self._idle_loads)
 
     # On the copy thread
 
-    def _copy(self, task: Task) -> Copied | Nothing | None:
+    def _copy(self, task: Task) -> Task | None:
         """Start or continue a task; None while it is under way."""
         if not self._entered:
             self._entered = True
             self._device.enter_thread()
-        if isinstance(task, WriteTask):
-            return self._write(task)
         over = True  # also if an error gets past what follows
         try:
             over = self._store(task) if isinstance(task, StoreTask) else self._load(task)
@@ -166,29 +147,6 @@ class Copies:
                 self.loads_open.discard(task.job.request_id)
             task.over = over
         return task if over else None
-
-    def _raised(self, task: Task, _error: Exception) -> Copied | Nothing:
-        """End a task that a bug has ended; the store waits for the end of a write."""
-        if isinstance(task, WriteTask):
-            self._write_ended(task, "failed")
-            return NOTHING
-        return task
-
-    def _write(self, task: WriteTask) -> Nothing | None:
-        """Write engine blocks to a peer's; None while that is under way."""
-        if self.direct is not None:
-            over = task.session is not self.session
-            end = self.direct.advance_write(task, monotonic_ns(), session_over=over)
-            if end is None:
-                return None
-            self._write_ended(task, end)
-        return NOTHING
-
-    def _write_ended(self, task: WriteTask, end: WriteEnd) -> None:
-        number, transfer = task.message.write, task.transfer
-        self._writes_open.discard(number)
-        copied = transfer.bytes if transfer is not None and end == "all" else 0
-        task.session.send(p.BlocksWritten(number, end, copied))
 
     def _store(self, task: StoreTask) -> bool:
         """Begin the copy, then wait for its end; False while it is under way."""

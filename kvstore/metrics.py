@@ -142,9 +142,9 @@ TABLE = (
          "Blocks fetched from other stores, by the tier that held them there.",
          ("tier",), FETCHED_TIERS, of_peers=True),
     Spec("kvstore_hand_over_moved_bytes", "counter",
-         "Bytes that NIXL moved: pulled from or pushed to other stores, read into engine"
-         " memory here (direct), or written from it to other engines (engine).",
-         ("direction",), ("pulled", "pushed", "direct", "engine"), of_peers=True),
+         "Bytes that NIXL moved: pulled from or pushed to other stores, or read into engine"
+         " memory here (direct).",
+         ("direction",), ("pulled", "pushed", "direct"), of_peers=True),
     Spec("kvstore_hand_over_held_seconds", "histogram",
          "Time from the end of a handed-over request until all its blocks are in slots.",
          ("le",), bounds=SHORT_S),

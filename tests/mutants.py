@@ -551,11 +551,6 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "self.flush()  # no turn may come: its fetch is over",
         ),
     ),
-    "kvstore/handover/engine_writes.py": (
-        ("engine_writes -k workers_are_told_once", "if news else b", "if True else b"),
-        ("engine_writes -k workers_are_told_once", "if len(engine.told) > TOLD_MAX:"),
-        ("engine_writes -k told_again", 'if message.end == "none":'),
-    ),
     "kvstore/handover/producer.py": (
         ("peer_limits -k S2_blocks", "blocks >= WANTED_MAX or ", ""),
         ("export", "if not job.over and not job.released and now_ns >= job.deadline_ns:"),
@@ -574,10 +569,6 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if self.request_leases.ambiguous(want.request, peer.source.manager):",
         ),
         ("traits -k B3_another", "if hello.version != m.VERSION:"),
-        (
-            "engine_writes -k B20_direct_what_nobody_waits_for",
-            "self._engine_writes.abandon(job.part(writing))",
-        ),
     ),
     "kvstore/handover/jobs.py": (("export", "if self.over:\n            return ()", ""),),
     "kvstore/handover/held_memory.py": (

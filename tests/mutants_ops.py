@@ -89,8 +89,8 @@ OPS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/store/store.py": (
         (
             "store_disk -k O17_what_workers",
-            "p.BlocksWritten | p.Stored):",
-            "p.BlocksWritten):",
+            "if isinstance(message, p.Stored):\n            self._dispatch",
+            "if False:\n            self._dispatch",
         ),
         (
             "turns -k S4_a_turn_calls_no_more_for_engines",

@@ -120,7 +120,7 @@ class Nodes:
 
     def left(self) -> dict[str, float]:
         """What is still held on either side for a hand-over."""
-        hand_over = ("bytes{held}", "open{fetches}", "open{jobs}", "open{engine_writes}")
+        hand_over = ("bytes{held}", "open{fetches}", "open{jobs}")
         names = ["kvstore_leases", *(f"kvstore_hand_over_{name}" for name in hand_over)]
         found = [(side, name, self.numbers(side).get(name)) for side in (0, 1) for name in names]
         return {f"{side} {name}": value for side, name, value in found if value}

@@ -140,7 +140,7 @@ def test_direct_the_other_way_an_engine_that_only_stores_needs_no_direct(tmp_pat
 def engines(world: int = 1, blocks: int = 8) -> Engines:
     made = Engines()
     for rank in range(world):
-        made.serves(1, {}, world, rank, p.Serves(RankPages(f"a{rank}", b"md", (PAGES,)), blocks))
+        made.serves(1, world, rank, p.Serves(RankPages(f"a{rank}", b"md", (PAGES,)), blocks))
     return made
 
 
@@ -159,9 +159,9 @@ def show(made: Engines, board: BlockVersions, slot: int, key: bytes, blocks: Seq
 
 def test_E_a_board_is_given_once_all_ranks_can_be_read_and_once_only() -> None:
     made = Engines()
-    made.serves(1, {}, 2, 0, p.Serves(RankPages("a", b"", (PAGES,)), 8))
+    made.serves(1, 2, 0, p.Serves(RankPages("a", b"", (PAGES,)), 8))
     assert made.take_block_versions(1) is None
-    made.serves(1, {}, 2, 1, p.Serves(RankPages("b", b"", (PAGES,)), 8))
+    made.serves(1, 2, 1, p.Serves(RankPages("b", b"", (PAGES,)), 8))
     assert made.take_block_versions(1) is not None
     assert made.take_block_versions(1) is None
     assert [rank.agent for rank in made.ranks(1)] == ["a", "b"]
@@ -184,7 +184,7 @@ def test_S2_an_engine_that_gets_no_board_is_told_of_once(
     made = Engines()
     for session in range(20):
         for _ in range(50):
-            made.serves(session, {}, 1, 0, p.Serves(RankPages("a", b"md", (PAGES,)), 8))
+            made.serves(session, 1, 0, p.Serves(RankPages("a", b"md", (PAGES,)), 8))
             assert made.take_block_versions(session) is None
     assert tries == 20
     assert 0 < len(caplog.records) <= LINES_MAX
@@ -360,7 +360,7 @@ def test_O20_any_cut_of_a_part_finds_its_bytes_in_any_other(seed: int) -> None:
         offset = number * (part // len(mine))
         (cache,) = caches
         got = bytearray(cache.page_bytes)
-        for each in overlaps_of([of(cache, offset)], runs, reads=True):
+        for each in overlaps_of([of(cache, offset)], runs):
             source = theirs[each.rank][0]
             at = each.base_there + 2 * each.stride_there - source.storage.data_ptr()
             here = each.base + each.stride - cache.storage.data_ptr()
@@ -376,11 +376,11 @@ def test_O20_any_cut_of_a_part_finds_its_bytes_in_any_other(seed: int) -> None:
 def test_ranks_that_lack_a_part_are_an_error_that_says_where() -> None:
     whole = [PageRun(0, 512, 1, 4096, 512, 0)]
     with pytest.raises(TierError, match="lack byte 0 of"):
-        overlaps_of(whole, [], reads=True)
+        overlaps_of(whole, [])
     with pytest.raises(TierError, match="lack byte 256 of"):
-        overlaps_of(whole, [[PageRun(0, 256, 1, 4096, 512, 0)]], reads=True)
+        overlaps_of(whole, [[PageRun(0, 256, 1, 4096, 512, 0)]])
     with pytest.raises(TierError, match="lack byte 0 of"):
-        overlaps_of(whole, [[PageRun(256, 256, 1, 4096, 512, 0)]], reads=True)
+        overlaps_of(whole, [[PageRun(256, 256, 1, 4096, 512, 0)]])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""An engine's agent that writes to a peer's engine, with a NIXL that does as it is told."""
+"""An engine's agent that reads a peer's engine, with a NIXL that does as it is told."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tiers.nixl.messages import MoveError
 PAGE = 32
 
 
-class Writing(Agent):
-    """Takes note of what is written."""
+class Reading(Agent):
+    """Takes note of what is read."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.written: list[tuple[str, list[int], list[int], list[int]]] = []
-        self.wrong: Exception | None = None  # of the second write
+        self.begun: list[tuple[str, list[int], list[int], list[int]]] = []
+        self.wrong: Exception | None = None  # of the second read
         self.late: MoveError | None = None
 
     def move(
@@ -39,17 +39,13 @@ class Writing(Agent):
         gpu: int | None,
         peer_gpu: int | None,
     ) -> tuple[int, bool]:
-        assert write
-        assert gpu == self.gpu
-        self.peer_gpus.append(peer_gpu)
-        assert peer in self.known
-        if self.wrong is not None and self.written:
+        if self.wrong is not None and self.begun:
             raise self.wrong
         here, there = places
         assert np.array_equal(here[:, 1], there[:, 1])
         found = here[:, 0].tolist(), there[:, 0].tolist(), here[:, 1].tolist()
-        self.written.append((peer, *found))
-        return 1, not self.flying
+        self.begun.append((peer, *found))
+        return super().move(peer, *places, write=write, gpu=gpu, peer_gpu=peer_gpu)
 
     def over(self, flight: int) -> bool:
         if self.late is not None:
@@ -58,85 +54,75 @@ class Writing(Agent):
 
 
 def engine() -> tuple[EngineAgent, Any, int]:
-    """One of two layers, of which another rank writes the second; its NIXL, and its memory."""
+    """One of two layers; its NIXL, and its memory."""
     storage = torch.zeros(8 * PAGE, dtype=torch.uint8)
     caches = {name: LayerCache(storage, at * PAGE, 2 * PAGE, PAGE) for at, name in enumerate("ab")}
     runs = LayerRun("a", 0, PAGE, writes=True), LayerRun("b", PAGE, PAGE, writes=False)
     made = EngineAgent(caches)
-    made._make = Writing  # type: ignore[assignment]
+    made._make = Reading  # type: ignore[assignment]
     made.open(RankLayout(4 * PAGE, (GroupLayout(2 * PAGE, runs),)), "lo")
     return made, made._agent, storage.data_ptr()
 
 
-def rank(name: str, metadata: bytes | None = None, size: int = 2 * PAGE) -> RankPages:
-    page = PageRun(0, size, 1, 1 << 20, 4096, 0)
-    return RankPages(name, name.encode() if metadata is None else metadata, ((page,),))
+def rank(name: str, offset: int = 0, size: int = PAGE) -> RankPages:
+    return RankPages(name, name.encode(), ((PageRun(offset, size, 1, 1 << 20, 4096, 0),),))
 
 
-def test_O20_a_rank_writes_what_no_other_rank_writes() -> None:
+HALVES = [rank("one"), rank("two", PAGE)]  # of an engine of two ranks
+MOVES = [(Move(0, 1, 0, 0), 7), (Move(0, 3, 0, 0), 5)]
+
+
+def test_O20_direct_of_each_rank_what_it_has_is_read() -> None:
     made, nixl, base = engine()
-    moving = made.write([rank("one"), rank("two")], 0, [1, 3], [7, 5])
-    assert made.over(moving)
-    here = [base + 2 * PAGE, base + 6 * PAGE]
+    reading = made.read_engine(HALVES, MOVES)
+    assert made.over(reading)
     there = [(1 << 20) + 7 * 4096, (1 << 20) + 5 * 4096]
-    assert nixl.written == [(peer, here, there, [PAGE] * 2) for peer in ("one", "two")]
-    assert moving.bytes == 4 * PAGE
-
-
-def test_a_rank_that_shares_nothing_with_a_peers_does_not_meet_it() -> None:
-    made, nixl, _ = engine()
-    far = RankPages("far", b"far", ((PageRun(PAGE, PAGE, 1, 1 << 20, 4096, 0),),))
-    assert made.over(made.write([far], 0, [1], [2]))
-    assert not nixl.known
+    assert nixl.begun == [
+        (peer, [base + 2 * PAGE + at, base + 6 * PAGE + at], there, [PAGE] * 2)
+        for peer, at in (("one", 0), ("two", PAGE))
+    ]
+    assert reading.bytes == 4 * PAGE
 
 
 def test_how_a_peer_is_reached_is_told_once() -> None:
     made, nixl, _ = engine()
-    for metadata in (b"one", b"", b""):
-        assert made.over(made.write([rank("one", metadata)], 0, [1], [2]))
-    assert nixl.known == ["one"]
-    moving = made.write([rank("two", b"")], 0, [1], [2])
-    with pytest.raises(TierIOError):
-        made.over(moving)
-    assert moving.clean, "nothing was begun"
+    for _ in range(3):
+        assert made.over(made.read_engine(HALVES, MOVES))
+    assert nixl.known == ["one", "two"]
 
 
 def test_another_layout_or_many_peers_leave_nothing_of_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_agent, "WRITTEN_PAGES_MAX", 2)
+    monkeypatch.setattr(engine_agent, "ENGINES_MAX", 2)
     made, _, _ = engine()
-    for size in (4, 8, 16, 4):
-        made.write([rank("one", size=size)], 0, [1], [2])
-        assert len(made._write_overlaps) <= 2
-    monkeypatch.setattr(engine_agent, "OVERLAPS_MAX", 1)
-    for size in (32, 64):
-        made.write([rank("one", size=size)], 0, [1], [2])
-        assert len(made._write_overlaps) == 1
+    for name in ("one", "two", "three"):
+        made.read_engine([rank(name, size=2 * PAGE)], MOVES)
+        assert len(made._overlaps) <= 2
     made.open(RankLayout(PAGE, (GroupLayout(PAGE, (LayerRun("b", 0, PAGE, writes=True),)),)), "lo")
-    assert not made._write_overlaps
+    assert not made._overlaps
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_B20_direct_a_write_that_NIXL_refused_is_clean_if_it_had_not_begun(*, begun: bool) -> None:
+@pytest.mark.parametrize(
+    "wrong", [MoveError("a test", "refused"), TypeError("a test, of the bindings")]
+)
+def test_B20_direct_a_read_of_which_a_part_was_not_begun_is_waited_for(wrong: Exception) -> None:
     made, nixl, _ = engine()
-    nixl.wrong, nixl.flying = MoveError("a test", "refused", begun=begun), True
-    moving = made.write([rank("one"), rank("two")], 0, [1], [2])
-    assert not made.over(moving), "the first rank's is under way"
+    nixl.wrong, nixl.flying = wrong, True
+    reading = made.read_engine(HALVES, MOVES)
+    assert not made.over(reading), "the first rank's is under way"
     nixl.flying = False
     with pytest.raises(TierIOError, match="a test"):
-        made.over(moving)
-    assert moving.clean is not begun
+        made.over(reading)
 
 
-def test_B20_direct_a_write_of_which_a_part_failed_on_its_way_is_not_clean() -> None:
+def test_B20_direct_a_read_of_which_a_part_failed_on_its_way_says_so() -> None:
     made, nixl, _ = engine()
-    nixl.wrong, nixl.flying = MoveError("a test", "refused"), True
-    moving = made.write([rank("one"), rank("two")], 0, [1], [2])
+    nixl.flying = True
+    reading = made.read_engine(HALVES, MOVES)
     nixl.late = MoveError("on its way", "failed")
     with pytest.raises(TierIOError, match="on its way"):
-        made.over(moving)
-    assert not moving.clean
+        made.over(reading)
 
 
 def test_an_agent_ends_when_it_is_closed() -> None:
@@ -144,30 +130,16 @@ def test_an_agent_ends_when_it_is_closed() -> None:
     made.close()
     assert (made._agent, made.name) == (None, "")
     with pytest.raises(TierIOError, match="no agent"):
-        made.write([rank("one")], 0, [1], [2])
+        made.read_engine(HALVES, MOVES)
 
 
-def test_B20_direct_a_write_whose_agent_has_ended_may_still_come() -> None:
-    """Whatever else of it had not begun: what had is in a socket, say."""
+def test_B20_direct_a_read_whose_agent_has_ended_is_over() -> None:
     made, nixl, _ = engine()
-    nixl.wrong, nixl.flying = MoveError("a test", "refused"), True
-    moving = made.write([rank("one"), rank("two")], 0, [1], [2])
-    assert moving.clean
+    nixl.flying = True
+    reading = made.read_engine(HALVES, MOVES)
     made.restart()
     with pytest.raises(TierIOError, match="its agent has ended"):
-        made.over(moving)
-    assert not moving.clean
-
-
-def test_B20_direct_a_write_in_which_the_bindings_fail_is_waited_for() -> None:
-    made, nixl, _ = engine()
-    nixl.wrong, nixl.flying = TypeError("of the bindings"), True
-    moving = made.write([rank("one"), rank("two")], 0, [1], [2])
-    assert not made.over(moving)
-    nixl.flying = False
-    with pytest.raises(TierIOError, match="of the bindings"):
-        made.over(moving)
-    assert not moving.clean
+        made.over(reading)
 
 
 class OnGpu:
@@ -182,17 +154,17 @@ class OnGpu:
         return 1 << 21
 
 
-def on_gpu(kind: type[Agent]) -> tuple[EngineAgent, Any]:
+def on_gpu() -> tuple[EngineAgent, Any]:
     caches: Any = {"a": LayerCache(OnGpu(), 0, PAGE, PAGE)}  # type: ignore[arg-type]
     made = EngineAgent(caches)
-    made._make = kind  # type: ignore[assignment]
+    made._make = Agent  # type: ignore[assignment]
     layout = RankLayout(PAGE, (GroupLayout(PAGE, (LayerRun("a", 0, PAGE, writes=True),)),))
     made.open(layout, "lo")
     return made, made._agent
 
 
 def test_direct_a_GPU_engine_reads_slots_and_engines_into_its_GPU() -> None:
-    made, agent = on_gpu(Agent)
+    made, agent = on_gpu()
     made.meet("store", b"store")
     assert made.over(made.read("store", [(Move(0, 1, 0, 0), 4096)]))
     for gpu in (None, 5):
@@ -203,13 +175,6 @@ def test_direct_a_GPU_engine_reads_slots_and_engines_into_its_GPU() -> None:
     serves = made.serves()
     assert serves is not None
     assert serves[0].gpu == 2
-
-
-def test_O20_direct_a_GPU_engine_writes_to_engines_on_GPUs_and_others() -> None:
-    made, agent = on_gpu(Writing)
-    ranks = [rank("one"), msgspec.structs.replace(rank("two"), gpu=0)]
-    assert made.over(made.write(ranks, 0, [1], [7]))
-    assert agent.peer_gpus == [None, 0]
 
 
 @pytest.mark.parametrize(
@@ -280,4 +245,3 @@ def test_B2_direct_a_peer_that_says_its_memory_is_on_a_GPU_where_it_is_not_is_re
     with pytest.raises(MoveError) as refused:
         ours.move("theirs", here, there, write=False, peer_gpu=3)
     assert refused.value.error == "refused"
-    assert not refused.value.begun

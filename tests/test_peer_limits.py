@@ -195,17 +195,16 @@ def test_S2_peers_are_forgotten_with_the_exporter_and_come_again(place: Place) -
     agents = place.prefill.peers._agents
     say = place.caller(place.hello("friend"))
     place.turns(2)
-    assert agents.metadata("friend")
+    assert len(agents) == 1
     place.prefill.mover.restart("a test")
     place.turns(2)
     assert len(agents) == 0
-    assert not agents.metadata("friend")
     last = place.heard[-1]
     assert isinstance(last, m.Refused)
     assert last.retry
     say(place.hello("friend"))
     place.turns(2)
-    assert agents.metadata("friend")
+    assert len(agents) == 1
 
 
 def test_a_peer_whose_connections_are_gone_is_forgotten_in_the_end(
@@ -521,7 +520,6 @@ def test_S2_hashes_have_a_width(width: int) -> None:
         m.Have(1, TOO_MANY, b""),
         m.Have(1, b"", bytes((8 << 20) + 4)),
         m.Have(1, b"", b"", TOO_MANY + TOO_MANY),
-        m.Have(1, b"", b"", given=TOO_MANY),
         m.Settled(1, TOO_MANY),
         m.Settled(1, b"", TOO_MANY),
     ],

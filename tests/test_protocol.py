@@ -46,7 +46,6 @@ TO_STORE: tuple[framing.Message, ...] = (
     p.Arrived(5, u32([0, 2]), 8192, ok=True),
     p.Serves(RankPages("agent", b"md", ((PageRun(0, 512, 2, 4096, 1024, 512),),), 3), 8),
     p.Step(engine_blocks=(p.EngineBlocks(u32([1]), (b"a",), u32([2]), u32([3])),)),
-    p.BlocksWritten(7, "none"),
     p.Query("stats"),
     p.Query("log-level", level="debug"),
     p.Detach(""),
@@ -68,9 +67,6 @@ TO_ENGINE: tuple[framing.Message, ...] = (
     p.Places(5, u32([0, 2]), u32([7, 1]), "agent", b"md", 4096),
     p.Places(5, push=True),
     p.Passed(5, u32([2]), ok=False),
-    p.WriteBlocks(
-        7, 0, (RankPages("agent", b"md", ((PageRun(0, 512, 2, 4096, 1024, 512),),)),), b"", b""
-    ),
     p.Places(5, u32([0]), u32([7]), engine=2),
     p.BlockVersions(8),
     p.Detach("over"),

@@ -13,7 +13,7 @@ in the engine can read the copy.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 
 import msgspec
 
@@ -44,7 +44,6 @@ class _Engine(msgspec.Struct, eq=False):
     """One engine; coming: blocks shown and not stored yet, by slot."""
 
     world: int
-    workers: Mapping[int, int]
     blocks: int = 0
     ranks: dict[int, RankPages] = {}
     versions: CpuExtent | None = None  # a u32 for each engine block: its slots have no bytes
@@ -73,16 +72,11 @@ class Engines:
     def __init__(self) -> None:
         self._engines: dict[int, _Engine] = {}
 
-    def serves(
-        self, session: int, workers: Mapping[int, int], world: int, rank: int, message: p.Serves
-    ) -> None:
-        """Add a worker that can be read, one of `world`; workers: connections, by rank.
-
-        Raises ProtocolError.
-        """
+    def serves(self, session: int, world: int, rank: int, message: p.Serves) -> None:
+        """Add a worker that can be read, one of `world`. Raises ProtocolError."""
         if not 0 < message.blocks <= BLOCKS_MAX:
             raise ProtocolError(f"{message.blocks} engine blocks, expected 1 to {BLOCKS_MAX}")
-        engine = self._engines.setdefault(session, _Engine(world, workers))
+        engine = self._engines.setdefault(session, _Engine(world))
         engine.ranks[rank] = message.rank
         if engine.versions is None:
             engine.blocks = max(engine.blocks, message.blocks)
@@ -173,11 +167,6 @@ class Engines:
         """Return how to reach an engine's memory, by rank."""
         engine = self._engines.get(number)
         return () if engine is None else [engine.ranks[rank] for rank in sorted(engine.ranks)]
-
-    def workers(self, number: int) -> Mapping[int, int]:
-        """Return the connection of each rank's worker."""
-        engine = self._engines.get(number)
-        return {} if engine is None else engine.workers
 
     def leave(self, session: int) -> None:
         """Find no more blocks in an engine that leaves."""

@@ -80,7 +80,6 @@ class Fetch(Move):
     # Of the peer's engines, what is known of their memory, and which of their blocks a block is.
     engines: dict[int, Sequence[RankPages]] = field(default_factory=dict)
     residents: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
-    by_engine: set[int] = field(default_factory=set)  # written from the peer's engine
     # Of each block:
     which: bytearray = field(init=False)  # the tier that has it, from 1; 0: it was not offered
     loads: array[int] = field(init=False)  # the load that it is for,
@@ -242,9 +241,6 @@ class Fetch(Move):
             self._put_engine(have.engine, have.ranks, m.engine_blocks_of(positions, have.places))
             return positions, positions
         positions, extents, slots, sums = m.places_of(have, len(self.keys))
-        given = m.positions_of(have.given, len(self.keys))
-        if self.push:
-            self.by_engine.update(given)
         known = set(self.places.known(positions))
         by_extent: dict[int, list[int]] = {}
         for n, extent in enumerate(extents):
@@ -283,7 +279,7 @@ class Fetch(Move):
     def count_tiers(self, run: Run) -> Counter[str]:
         """Count blocks by the peer's tier that they came from."""
         found: Counter[str] = Counter()
-        of_engine = [p for p in range(*run) if p in self.by_engine or p in self.residents]
+        of_engine = [p for p in range(*run) if p in self.residents]
         which = bytearray(self.which[slice(*run)])
         for position in of_engine:
             found[ENGINE] += 1

@@ -20,7 +20,7 @@ from kvstore.handover.engine_blocks import Engines, Resident
 from kvstore.handover.moves import MOVING, STAGING, SUMMED, SUMMING, TOLD, WANTED, Move
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Places, Run, at, joined, numbers, runs_of
-from kvstore.handover.transfers import EngineWrite, slot_move
+from kvstore.handover.transfers import slot_move
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, WORD, Message, u32
 from tiers.nixl.messages import Fill, Transfer
@@ -147,7 +147,7 @@ class Job(Move):
     targets: dict[int, list[int]] = field(default_factory=dict)  # engine blocks of the peer's
     writes: Counter[int] = field(default_factory=Counter)  # that have not ended
     failed: set[int] = field(default_factory=set)  # one of them has
-    residents: dict[int, Resident] = field(default_factory=dict)  # told, or written from there
+    residents: dict[int, Resident] = field(default_factory=dict)  # told
     moved: set[int] = field(default_factory=set)  # not in that engine any more
     # Of each block:
     entries: list[Entry | None] = field(init=False)  # in HELD: pinned; None: the slot is its own
@@ -285,7 +285,7 @@ class Job(Move):
         return [position for position in positions if self.states[position] == TOLD]
 
     def is_overwritten(self, position: int) -> bool:
-        """Tell whether a block that was told or written from an engine's memory has left it."""
+        """Tell whether a block that was told in an engine's memory has left it."""
         place = self.residents.get(position)
         return place is not None and not self.source.engines.holds(place)
 
@@ -298,17 +298,14 @@ class Job(Move):
         if self.direct and not self.push:
             engines = set(self.engines)
             for position in waiting:
+                self.residents.pop(position, None)
                 place = None if position in self.moved else self._resident(engines, position)
-                self._put_resident(position, place)
+                if place is not None:
+                    self.residents[position] = place
             yield from self._in_engines(waiting)
             waiting = [position for position in waiting if position not in self.residents]
         if waiting:
             yield from self._in_slots(waiting, exporter)
-
-    def _put_resident(self, position: int, place: Resident | None) -> None:
-        self.residents.pop(position, None)
-        if place is not None:
-            self.residents[position] = place
 
     def _resident(self, engines: set[int], position: int) -> Resident | None:
         """Return where an engine has a block; a peer is told of ENGINES_MAX engines at most."""
@@ -350,7 +347,6 @@ class Job(Move):
             return
         pairs = numbers(2 * len(positions))
         pairs[::2], pairs[1::2] = extents, places
-        given = u32([position for position in positions if position in self.residents])
         sums = at(self.sums, positions).tobytes()
         yield m.Have(
             self.number,
@@ -359,7 +355,6 @@ class Job(Move):
             sums=sums,
             regions=tuple(regions),
             metadata=metadata,
-            given=given,
         )
 
     # What is written to the peer: to its landing slots, or into its engine
@@ -423,53 +418,25 @@ class Job(Move):
                 write = slot_move(self.peer.agent, local, remote, size, write=True)
                 yield self.part(m.neighbours([found[n] for n in of_it])), write
 
-    def direct_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, EngineWrite | Fill]]:
-        """Gather writes to the peer's engine, a few blocks at a time.
-
-        From the memory of an engine of ours that has all of a block, else from its slot: for each
-        rank, extent and group.
-        """
+    def direct_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, Fill]]:
+        """Gather writes to the peer's engine, a few blocks at a time: by extent, group and rank."""
         layout = self.source.layout
-        batches: dict[tuple[bool, int, int], list[Placed]] = {}
+        batches: dict[tuple[int, int], list[Placed]] = {}
         for position in positions:
             target, group = self.targets[position], self.group_of(position)
-            place = self._own_place(position, len(target), group)
-            self._put_resident(position, place)
-            if place is None:
-                source, number = self.source.place(Slot(self.slots[position]))
-                first, stride = number * layout.slot_bytes, _stride(layout, group)
-                own: Sequence[int] = range(first, first + len(target) * stride, stride)
-            else:
-                source, own = place.engine, place.blocks
-            pairs = [(part, there) for part, there in zip(own, target, strict=False) if there]
-            offsets_or_blocks = [part for part, _ in pairs]
-            targets = [there for _, there in pairs]
-            batch = place is not None, source, group
-            batches.setdefault(batch, []).append((position, offsets_or_blocks, targets))
-        for (in_engine, source, group), found in batches.items():
-            ranks = [rank for rank in self.ranks if rank.pages[group]]
-            for of, offsets_or_blocks, targets in self._batches(group, found):
-                if in_engine:
-                    cut = tuple(
-                        RankPages(rank.agent, b"", (rank.pages[group],), rank.gpu) for rank in ranks
-                    )
-                    self.writes.update(of.positions)
-                    yield of, EngineWrite(source, group, cut, offsets_or_blocks, targets)
-                    continue
-                parts, blocks = array("Q", offsets_or_blocks).tobytes(), u32(targets)
-                for rank in ranks:
-                    self.writes.update(of.positions)
-                    yield (
-                        of,
-                        Fill(0, rank.agent, source, rank.pages[group], parts, blocks, rank.gpu),
-                    )
-
-    def _own_place(self, position: int, blocks_wanted: int, group: int) -> Resident | None:
-        """Return where an engine of ours has all of a block that it may write at once."""
-        if position in self.moved or self._pieces(group) * blocks_wanted > FILL_PIECES:
-            return None
-        place = self.source.engines.find(self.keys[position])
-        return None if place is None or len(place.blocks) < blocks_wanted else place
+            extent, number = self.source.place(Slot(self.slots[position]))
+            first, stride = number * layout.slot_bytes, _stride(layout, group)
+            own = range(first, first + len(target) * stride, stride)
+            pairs = [(part, there) for part, there in zip(own, target, strict=True) if there]
+            offsets, targets = [part for part, _ in pairs], [there for _, there in pairs]
+            batches.setdefault((extent, group), []).append((position, offsets, targets))
+        for (extent, group), found in batches.items():
+            for of, offsets, targets in self._batches(group, found):
+                parts, blocks = array("Q", offsets).tobytes(), u32(targets)
+                for rank in self.ranks:
+                    if pages := rank.pages[group]:
+                        self.writes.update(of.positions)
+                        yield of, Fill(0, rank.agent, extent, pages, parts, blocks, rank.gpu)
 
     def _batches(
         self, group: int, found: list[Placed]
@@ -497,26 +464,6 @@ class Job(Move):
         if not ok:
             self.failed.add(position)
         return self.writes[position] <= 0
-
-    def split_written(
-        self, positions: Sequence[int], *, ok: bool
-    ) -> tuple[Sequence[int], Sequence[int]]:
-        """Split what was written from what has to be written again, from its slot.
-
-        An engine did not write that, or overwrote its own blocks meanwhile.
-        """
-        if not self.residents:
-            return positions, ()
-        rest, again = [], []
-        for position in positions:
-            if position not in self.residents or (ok and not self.is_overwritten(position)):
-                rest.append(position)
-            else:
-                self.moved.add(position)
-                del self.residents[position]
-                self.writes.pop(position, None)
-                again.append(position)
-        return rest, again
 
 
 class Look:

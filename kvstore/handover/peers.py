@@ -2,7 +2,7 @@
 
     store --> Peers --> Consumer --> Links -------> Channel <--> other stores
                 |           +------> Transfers
-                +-----> Producer --> Transfers, EngineWrites, Channel
+                +-----> Producer --> Transfers, Channel
                 +-----> Requests --> Links, RequestLeases
 
 Calls go along the arrows. Messages and lost connections come back from Channel to Peers, which
@@ -27,7 +27,6 @@ from kvstore.core.errors import ProtocolError
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.consumer import STALL_NS, WAITS, Consumer, Waits
 from kvstore.handover.direct_fetches import Send
-from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.exported import ExportedMemory
 from kvstore.handover.fetches import Fetched
 from kvstore.handover.heartbeats import Requests
@@ -72,12 +71,10 @@ class Peers:
         self.exported = ExportedMemory(mover.exporter)
         self._agents = PeerAgents(mover.exporter)
         self._send: Send = lambda *_: None  # until serve()
-        self.engine_writes = EngineWrites(self._to_worker, self._agents.metadata)
         self.producer = Producer(
             lambda: self._namespaces,
             self.exported.introduce,
             mover,
-            self.engine_writes,
             self.channel.send,
             held_bytes_max,
             self._agents.meet,
@@ -192,7 +189,6 @@ class Peers:
     def end_of(self, session: int) -> None:
         """An engine is gone."""
         self.requests.end_of(session)
-        self.engine_writes.end_of(session)
 
     def on_memory(self, message: Message, fd: int | None) -> None:
         """Do with an extent what workers are told to do. Nobody waits for it to be mapped."""
@@ -287,7 +283,7 @@ class Peers:
     def busy(self) -> bool:
         """Tell whether poll() has something to do in each turn: what is handed over, or held."""
         held = len(self.producer.request_leases)  # their blocks are pinned as they become ready
-        return bool(held or self._used or self.engine_writes.open or self.producer.jobs)
+        return bool(held or self._used or self.producer.jobs)
 
     def gauges(self) -> dict[tuple[str, ...], float]:
         """Return gauges, and counters kept here."""
@@ -308,7 +304,6 @@ class Peers:
         open_now = {
             "fetches": fetches,
             "jobs": len(self.producer.jobs),
-            "engine_writes": self.engine_writes.open,
             "serving": sum(n.engines.serving for n in self._namespaces.values()),
             "requests": len(self.producer.request_leases),
             "asked": len(self.links.all),
@@ -323,8 +318,7 @@ class Peers:
             found |= {(name, event): counts[event] for event in events}
         blocks = self.fetched.blocks
         found |= {("kvstore_fetched_blocks", tier): count for tier, count in blocks.items()}
-        direct = {"direct": self.fetched.direct_bytes, "engine": self.engine_writes.moved_bytes}
-        moved = {**self._mover.moved_bytes, **direct}
+        moved = {**self._mover.moved_bytes, "direct": self.fetched.direct_bytes}
         found |= {("kvstore_hand_over_moved_bytes", way): size for way, size in moved.items()}
         return found
 
@@ -357,7 +351,7 @@ class Peers:
         self._said.tick()
 
     def _poll(self, now_ns: int) -> None:
-        for event in (*self._mover.poll(now_ns), *self.engine_writes.take(now_ns)):
+        for event in self._mover.poll(now_ns):
             with self._barrier.around("the end of a transfer", partial(self._fail_event, event)):
                 self._on_event(event)
         self.channel.poll(now_ns)

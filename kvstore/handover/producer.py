@@ -18,13 +18,12 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.tier import Tier
 from kvstore.core.tiering import LEADING_MAX
 from kvstore.core.types import LookupResult
-from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.held_memory import HeldMemory
 from kvstore.handover.jobs import Job, Look, OwnExporter, Peer, Source
 from kvstore.handover.moves import DONE, MOVING, SUMMED, SUMMING, TOLD, WANTED
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Run, at, joined, put_at, runs_of
-from kvstore.handover.transfers import EngineWrite, Slots, Transfers
+from kvstore.handover.transfers import Slots, Transfers
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, u32
 from tiers.nixl.messages import Fill, Transfer
@@ -37,7 +36,6 @@ LATE_MAX = 512  # blocks that may still come and are passed over in a turn, for 
 EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
 
 Send = Callable[[int, Message], None]
-Write = Transfer | EngineWrite | Fill
 Guard = Callable[[int], AbstractContextManager[object]]
 OfJob = m.Land | m.Settle
 
@@ -50,15 +48,14 @@ class Producer:
         served: Callable[[], Mapping[str, Source]],
         exporter: Callable[[], OwnExporter | None],
         transfers: Transfers,
-        engine_writes: EngineWrites,
         send: Send,
         held_bytes_max: int,
         meet: Callable[[int, str, bytes], None],
     ) -> None:
         """served(): namespaces by digest. exporter(): ours; None while there is none.
 
-        transfers, engine_writes: take sums and write blocks. Each block's end comes once, later,
-            by summed() or written(); its slot keeps its bytes until then.
+        transfers: take sums and write blocks. Each block's end comes once, later, by summed() or
+            written(); its slot keeps its bytes until then.
         held_bytes_max: for each peer, of what is held for it at one time, half of what is held for
             all of them, and of what is held for requests whose peer has not asked yet.
         meet(peer, agent, metadata): a peer is accepted, and has this exporter.
@@ -66,7 +63,6 @@ class Producer:
         self._served = served
         self._exporter = exporter
         self._transfers = transfers
-        self._engine_writes = engine_writes
         self._send = send
         self._meet = meet
         self.held = HeldMemory(held_bytes_max)
@@ -235,7 +231,7 @@ class Producer:
         unread = m.positions_of(settle.unread, len(job.keys))
         extended_ns = now_ns + m.lease_ns(settle.lease_ms) if settle.lease_ms else None
         told, again = job.told(arrived), set(job.told(unread))
-        if job.residents and not job.push:
+        if job.residents:
             again.update(position for position in told if job.is_overwritten(position))
         valid = told if not again else [position for position in told if position not in again]
         job.moved |= again
@@ -289,7 +285,7 @@ class Producer:
             if job.over and now_ns >= job.deadline_ns + GRACE_NS:
                 self._release(job)
             self._advance(job)
-            self._start_writes(job, now_ns)
+            self._start_writes(job)
             self._settle(job)
         return looks - left
 
@@ -323,9 +319,6 @@ class Producer:
     def written(self, part: Part, *, ok: bool, stopped: bool = False) -> None:
         """A write has ended; stopped: it was cut short, and nothing of it still arrives."""
         job, ended = self._job_of(part), part.positions
-        if not job.released and (ok or stopped):
-            ended, again = job.split_written(ended, ok=ok)
-            job.write(again)
         ok = ok or (stopped and job.released)
         self.counts["failed"] += 0 if ok else len(ended)
         if job.direct:
@@ -399,19 +392,13 @@ class Producer:
         slots = Slots(job.source.view, at(job.slots, positions))
         self._transfers.sum(job.part(positions), layout.digest, keys, slots, layout.slot_bytes)
 
-    def _start_writes(self, job: Job, now_ns: int) -> None:
+    def _start_writes(self, job: Job) -> None:
         """Start writes that are due; others follow in later turns, as the exporter keeps up."""
         while self._transfers.has_room and (positions := job.take_unwritten()):
-            if job.direct:
-                writes: Iterable[tuple[Part, Write]] = job.direct_writes(positions)
-            else:
-                writes = job.slot_writes(positions)
+            writes: Iterable[tuple[Part, Transfer | Fill]]
+            writes = job.direct_writes(positions) if job.direct else job.slot_writes(positions)
             for part, write in writes:
-                if isinstance(write, EngineWrite):
-                    workers = job.source.engines.workers(write.engine)
-                    self._engine_writes.start(part, write, workers, now_ns)
-                else:
-                    self._transfers.start(part, write)
+                self._transfers.start(part, write)
 
     def _done(self, job: Job, run: Run) -> None:
         """Free blocks of one state that no transfer uses."""
@@ -435,7 +422,6 @@ class Producer:
         job.unwritten.clear()
         writing = [p for run in job.states.within(job.all, bytes((MOVING,))) for p in range(*run)]
         if writing:
-            self._engine_writes.abandon(job.part(writing))
             self._transfers.abandon(job.part(writing))
         for run in job.states.within(job.all, bytes((WANTED, SUMMED, TOLD))):
             self._done(job, run)

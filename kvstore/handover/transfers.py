@@ -20,7 +20,6 @@ from typing import NamedTuple
 import msgspec
 
 from kvstore.core.errors import InvariantBroken, ProtocolError, TierFull
-from kvstore.core.layout import RankPages
 from kvstore.core.types import BlockKey, Slot
 from kvstore.handover.checksums import block_sum, copied_sum
 from kvstore.handover.runs import Part, numbers
@@ -75,19 +74,6 @@ def slot_move(
         local=ours.tobytes(),
         remote=theirs.tobytes(),
     )
-
-
-class EngineWrite(msgspec.Struct, frozen=True):
-    """Engine blocks of one of our engines, of one group, and those of a peer's that they go to.
-
-    engine: its session's number. ranks: of the peer's, with the group's pages and no others.
-    """
-
-    engine: int
-    group: int
-    ranks: tuple[RankPages, ...]
-    blocks: list[int]
-    targets: list[int]
 
 
 class Slots(NamedTuple):
@@ -529,7 +515,6 @@ class PeerAgents:
         self._exporter = exporter
         self._named: dict[int, list[str]] = {}  # by connection; the first is its exporter
         self._users: dict[str, set[int]] = {}  # their connections; longest unused first
-        self._metadata: dict[str, bytes] = {}
 
     def __len__(self) -> int:
         return len(self._users)
@@ -545,28 +530,19 @@ class PeerAgents:
             users = self._users.pop(agent, set())
             users.add(connection)
             self._users[agent] = users
-            self._add(agent, metadata)
+            self._exporter.add_peer(agent, metadata)
             self._forget_some()
 
     def update(self, connection: int, metadata: bytes) -> None:
         """Learn how to reach a connection's exporter now; nothing if it named none."""
         named = self._named.get(connection)
         if named is not None:
-            self._add(named[0], metadata)
-
-    def _add(self, agent: str, metadata: bytes) -> None:
-        self._metadata[agent] = metadata
-        self._exporter.add_peer(agent, metadata)
-
-    def metadata(self, agent: str) -> bytes:
-        """Return how to reach an agent; empty for an unknown one."""
-        return self._metadata.get(agent, b"")
+            self._exporter.add_peer(named[0], metadata)
 
     def clear(self) -> None:
         """Forget all: our exporter has ended, and peers say Hello to the next one."""
         self._named.clear()
         self._users.clear()
-        self._metadata.clear()
 
     def leave(self, connection: int) -> None:
         """Drop a connection that has ended."""
@@ -580,7 +556,7 @@ class PeerAgents:
         while len(self._users) > AGENTS_MAX:
             unused = next((agent for agent, users in self._users.items() if not users), None)
             if unused is not None:
-                del self._users[unused], self._metadata[unused]
+                del self._users[unused]
                 self._exporter.remove_peer(unused)
                 continue
             connection, named = max(self._named.items(), key=lambda item: len(item[1]))

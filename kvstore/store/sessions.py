@@ -232,8 +232,6 @@ class Sessions(dict[str, Session]):
             if session.namespace is not None:
                 session.namespace.engines.leave(session.number)
                 self._memory.excuse(session.namespace, session.workers.values())
-            if self._peers is not None:
-                self._peers.engine_writes.leave(session.number)
         self._numbers.add("kvstore_sessions_ended", reason)
         # A refusal has a line of its own; a half that comes back as the engine ends needs none.
         if reason != "refused" and (joined or not calm):

@@ -65,7 +65,7 @@ QUERIES = (
 SELDOM_NS = 10_000_000  # between two looks at what is not known to have changed
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
 
-OfPeers = p.Arrived | p.Target | p.BlocksWritten | p.Serves
+OfPeers = p.Arrived | p.Target | p.Serves
 
 
 class Store:
@@ -200,7 +200,7 @@ class Store:
         """
         if isinstance(message, p.Hello | p.Query):
             raise ProtocolError(f"{type(message).__name__} in a session that ends")
-        if isinstance(message, p.BlocksWritten | p.Stored):
+        if isinstance(message, p.Stored):
             self._dispatch(session, connection, message)
 
     def _dispatch(self, session: Session, connection: int, message: framing.Message) -> None:
@@ -454,13 +454,9 @@ class Store:
         number, peers = session.number, self._peers
         if isinstance(message, p.Serves):
             check_ranks(namespace.layout, [message.rank])
-            namespace.engines.serves(number, session.workers, session.world, rank, message)
+            namespace.engines.serves(number, session.world, rank, message)
             self.sessions.send_block_versions(session, namespace)
-        elif peers is None:
-            return
-        elif isinstance(message, p.BlocksWritten):
-            peers.engine_writes.written(number, rank, message)
-        else:
+        elif peers is not None:
             peers.inlet(namespace).of_worker(number, rank, message, self._now_ns)
 
     # Admin

@@ -19,7 +19,7 @@ from kvstore.core.layout import RankGeometry, RankLayout, RankPages
 from kvstore.core.limits import Count, Hash, LeaseMs, Name, Number, Rank, Seconds, Text, Words
 from kvstore.wire.framing import Message
 
-VERSION = 7
+VERSION = 8
 
 Requests = msgspec.Meta(max_length=limits.STEP_ITEMS_MAX)
 Keys = Annotated[tuple[Hash, ...], msgspec.Meta(max_length=limits.STORED_MAX)]
@@ -249,18 +249,6 @@ class Serves(Message, frozen=True):
     blocks: Number
 
 
-class BlocksWritten(Message, frozen=True):
-    """Result of a WriteBlocks.
-
-    end: "all" was written; "none": not all, and no write is in progress; "failed": a write may
-    still be in progress. copied_bytes: written by this worker.
-    """
-
-    write: Number
-    end: Literal["all", "none", "failed"]
-    copied_bytes: Count = 0
-
-
 class Query(Message, frozen=True):
     """Admin: what, as kvstore.store.store.QUERIES; "resize" has a tier and its new capacity.
 
@@ -449,20 +437,6 @@ class Coming(Message, frozen=True):
     computed_ms: Count | None = None
 
 
-class WriteBlocks(Message, frozen=True):
-    """Write engine blocks of a group to those of a peer's engine, what this worker has of them.
-
-    ranks: of the peer's engine, with the group's pages and no others; metadata: how to reach its
-    agent. blocks, targets: u32, ours and theirs.
-    """
-
-    write: int
-    group: int
-    ranks: tuple[RankPages, ...]
-    blocks: bytes
-    targets: bytes
-
-
 class BlockVersions(Message, frozen=True):
     """A u32 for each of an engine's blocks, in the memory whose descriptor comes along.
 
@@ -489,9 +463,9 @@ class Report(Message, frozen=True):
 
 
 ToStore = (Hello | Step | Mapped | Stored | Loading | Loaded) | (
-    Arrived | Target | Serves | BlocksWritten | Query | Detach
+    Arrived | Target | Serves | Query | Detach
 )
-ToWorker = Extent | Coming | Places | Passed | WriteBlocks
+ToWorker = Extent | Coming | Places | Passed
 ToEngine = ToWorker | Welcome | Refused | Answers | BlockVersions | Detach | Report
 
 MISSES = (

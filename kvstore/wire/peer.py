@@ -61,7 +61,7 @@ from kvstore.core.limits import BLOCK_NS_MAX, GROUPS_MAX, HASH_BYTES_MAX, Hash, 
 from kvstore.core.types import GroupRule
 from kvstore.wire.framing import U32, WORD, Message, decoded, from_u32
 
-VERSION = 6
+VERSION = 7
 MESSAGE_BYTES_MAX = 16 << 20
 JOB_BLOCKS_MAX = 1 << 16
 LEASE_MS_MAX = 600_000
@@ -208,9 +208,8 @@ class Have(Message, frozen=True):
     """Positions that can be read (or, pushed, have been written), and what names their bytes.
 
     places: u32 (extent, slot) pairs, with sums: u64. regions: of extents not named before, with
-    the exporter's metadata that they can be reached by. given: positions (u32) of a direct push
-    that an engine has written from its own memory. engine: a number; then places are its blocks,
-    u32, as many for each position. ranks: its memory, unless the job has named it before.
+    the exporter's metadata that they can be reached by. engine: a number; then places are its
+    blocks, u32, as many for each position. ranks: its memory, unless the job has named it before.
     """
 
     job: int
@@ -219,7 +218,6 @@ class Have(Message, frozen=True):
     sums: Sums = b""
     regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=REGIONS_MAX)] = ()
     metadata: Metadata = b""
-    given: Positions = b""
     engine: int | None = None
     ranks: Ranks = ()
 

@@ -44,7 +44,7 @@ assert all(len(rules) == GROUPS[name] for name, rules in RULES.items())
 
 
 class Patient(Node):
-    """Its store waits for peers, disks and engines, however slow the machine is."""
+    """Its store waits for peers and disks, however slow the machine is."""
 
     def __init__(
         self, model: Path, folder: Path, ends: ExitStack, settings: str = "", **extra: Any
@@ -83,7 +83,7 @@ class Patient(Node):
     def moved(self) -> float:
         """Bytes that its exporter has moved, or its engine's workers, as NIXL counts them."""
         found = numbers(self.address)
-        ways = ("pulled", "pushed", "direct", "engine")
+        ways = ("pulled", "pushed", "direct")
         return sum(found.get(f"kvstore_hand_over_moved_bytes{{{way}}}", 0) for way in ways)
 
     def read_bytes(self) -> int:
@@ -149,7 +149,7 @@ def fetched(found: dict[str, float]) -> dict[str, int]:
 
 
 SLOTS = ("pull", "push", "direct", "direct push")
-ENGINES = ("direct from the engine", "direct push from the engine")
+ENGINES = ("direct from the engine",)
 QUICK = {
     *("llama_s pull", "llama_s push", "llama_s direct", "llama_s direct from the engine"),
     *("gemma3 push", "gemma3 direct from the engine"),

@@ -48,7 +48,6 @@ LEASE = "3s"  # tests.harness.serve_brief has such leases between stores, too
 HELD = (
     *("kvstore_hand_over_bytes{held}", "kvstore_hand_over_bytes{landing}"),
     *("kvstore_hand_over_open{fetches}", "kvstore_hand_over_open{jobs}"),
-    "kvstore_hand_over_open{engine_writes}",
     *("kvstore_hand_over_open{requests}", "kvstore_leases", "kvstore_jobs_open"),
 )
 
@@ -275,52 +274,6 @@ def test_a_prefill_engine_that_is_gone_leaves_its_blocks(
     assert_same(expected, got)
     assert since(decode.address, before)["kvstore_hit_tokens{peer}"] > 0
     forget(decode.engine)
-
-
-@pytest.mark.long  # of one way only, which `make test` shows between live stores
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_B15_direct_a_prefill_engine_that_is_killed_or_freezes_while_it_writes(
-    both: tuple[Mortal, Mortal],
-    reference: Reference,
-    model: Callable[[str], Path],
-    how: signal.Signals,
-    pushed: bool,
-    direct: bool,
-) -> None:
-    """What it has said nothing of may still come, and goes to nobody's blocks."""
-    if not (pushed and direct):
-        pytest.skip("only what is pushed into an engine is written by another")
-    prefill, decode = both
-    told = "kvstore_hand_over_open{engine_writes}"
-    seed = 7800 + 10 * how  # what the store has, an engine does not compute
-    requests = [Request(id=f"w{n}", tokens=prompt(seed + n, 300 + 64 * n)) for n in range(4)]
-    expected = reference("llama_s", requests, TOKENS_OUT)
-    with Engine(
-        model("llama_s"), connector=attach(prefill.store, lease="60s", direct=True)
-    ) as extra:
-        eventually(lambda: numbers(prefill.address).get("kvstore_hand_over_open{serving}"))
-        params = prefilled(prefill, extra, requests)
-        extra.kill("driver", signal.SIGSTOP)
-
-        def act() -> None:
-            eventually(lambda: numbers(prefill.address).get(told))
-            extra.kill("driver", how)
-
-        before = _numbers(prefill)
-        watch = Watch()
-        with meanwhile(act):
-            got = decode.run(requests, params, TOKENS_OUT)
-        waits = numbers(prefill.address).get(told)
-        if how is signal.SIGSTOP:
-            extra.kill("driver", signal.SIGCONT)
-        assert watch.own_s() < IN_TIME_S
-        assert_same(expected, got)
-        assert waits or how is signal.SIGKILL, "what is frozen has said nothing"
-        prefill.nothing_held()
-        lost = since(prefill.address, before).get("kvstore_hand_over_blocks{failed}", 0)
-        assert how is signal.SIGSTOP or lost, "it was told to write"
-    forget(decode.engine)
-    goes_on(both, reference, 79 if how is signal.SIGKILL else 99)
 
 
 @pytest.mark.parametrize("what", [*map(only_long, ("store", "exporter")), "both"])

@@ -76,6 +76,7 @@ class Peer:
         self._slots = truth(2).contiguous()
         self._agent = Agent(f"slots of {self._engine.rank.agent}")
         self._agent.register(self._slots.data_ptr(), self._slots.numel())
+        self._met: set[str] = set()
 
     def describe(self) -> tuple[RankPages, Slots]:
         agent = self._agent
@@ -90,18 +91,19 @@ class Peer:
         return self._engine.blocks().contiguous().numpy().tobytes()
 
     def write_on(self, rank: RankPages) -> str:
-        """Write all blocks of its engine to another's, until that fails; return how."""
-        every = list(range(BLOCKS))
+        """Write all slots to the blocks of an engine, until that fails; return how."""
         while True:
             try:
-                self._engine.over(self._engine.agent.write([rank], 0, every, every))
+                self.write(rank, [(block, block) for block in range(BLOCKS)])
             except TierError as exc:
                 return str(exc)
 
     def write(self, rank: RankPages, pairs: list[tuple[int, int]]) -> None:
         """Write slots to engine blocks, by pairs, as an exporter does it."""
         agent = self._agent
-        assert agent.add_peer(rank.metadata) == rank.agent
+        if rank.agent not in self._met:
+            assert agent.add_peer(rank.metadata) == rank.agent
+            self._met.add(rank.agent)
         slots = np.array([self._slots.data_ptr() + slot * SLOT for slot, _ in pairs], np.uint64)
         blocks = np.array([block for _, block in pairs], np.uint64)
         here = np.concatenate([in_slots(page, slots) for page in rank.pages[0]])

@@ -22,7 +22,7 @@ from kvstore.wire import framing
 from tiers.cpu import CpuExtent, CpuMemory
 
 SLOT_BYTES = 4096
-OfPeers = p.Places | p.Passed | p.WriteBlocks | p.BlockVersions
+OfPeers = p.Places | p.Passed | p.BlockVersions
 M = TypeVar("M", bound=framing.Message)
 u32, from_u32 = framing.u32, framing.from_u32
 
@@ -225,7 +225,6 @@ class Engine:
         self.places: list[p.Places] = []
         self.pushes: list[int] = []  # fetches whose peer writes
         self.boards: list[p.BlockVersions] = []
-        self.engine_writes: list[p.WriteBlocks] = []
         self.passed: dict[tuple[int, int], bool] = {}  # fetch, position -> whether it is good
         self.credit_slots = credit_slots
         self.geometries = [geometry(identity, rank, world, rules) for rank in range(world)]
@@ -290,8 +289,6 @@ class Engine:
             self.pushes.append(message.fetch)
         elif isinstance(message, p.Places):
             self.places.append(message)
-        elif isinstance(message, p.WriteBlocks):
-            self.engine_writes.append(message)
         elif isinstance(message, p.BlockVersions):
             assert self.active is not None, "its session begins with that"
             self.boards.append(message)

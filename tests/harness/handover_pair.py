@@ -19,8 +19,6 @@ from kvstore.handover import transfers as t
 from kvstore.handover.arrivals import Arrivals
 from kvstore.handover.fetches import Fetch, Fetched
 from kvstore.handover.jobs import OwnExporter
-from kvstore.handover.runs import Part
-from kvstore.handover.transfers import EngineWrite
 from kvstore.store.namespace import Namespace
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -109,14 +107,10 @@ class Pair:
         self.unsafe: set[tuple[int, int]] = set()  # passed, and may still be written
         self.met: list[str] = []  # agents that the prefill store's exporter was told of
         self.filled: list[Fill] = []
-        # told to engines, by the test to end
-        self.engine_writes: list[tuple[Part, EngineWrite]] = []
-        self.abandoned: list[Part] = []  # of these
         self.producer = o.Producer(
             lambda: self.giver.store.namespaces,
             self._exporter,
             cast("Any", self.moves),
-            cast("Any", SimpleNamespace(start=self._engine_write, abandon=self.abandoned.append)),
             self._to_consumer,
             held * SLOT_BYTES,
             lambda _, agent, __: self.met.append(agent),
@@ -199,11 +193,6 @@ class Pair:
                     (self.unsafe.add if written else self.unsafe.discard)((fetch, at))
 
     # The producer's work
-
-    def _engine_write(
-        self, part: Part, write: EngineWrite, _workers: Mapping[int, int], _now_ns: int
-    ) -> None:
-        self.engine_writes.append((part, write))
 
     def _exporter(self) -> OwnExporter:
         return OwnExporter(

@@ -48,12 +48,12 @@ Region = Any
 """Memory that has been registered."""
 
 
-def failed(what: str, exc: Exception, *, begun: bool = False) -> MoveError:
+def failed(what: str, exc: Exception) -> MoveError:
     """Return a NIXL error as a MoveError of its class."""
     if isinstance(exc, _bindings.nixlRemoteDisconnectError):
-        return MoveError(f"{what}: the peer is gone", "gone", begun=begun)
+        return MoveError(f"{what}: the peer is gone", "gone")
     error: ErrorClass = "refused" if isinstance(exc, _REFUSED) else "failed"
-    return MoveError(f"{what}: {exc}", error, begun=begun)
+    return MoveError(f"{what}: {exc}", error)
 
 
 def _segment(gpu: int | None) -> Any:  # noqa: ANN401 - the bindings have no types
@@ -170,7 +170,7 @@ class Agent:
             status = self._agent.postXferReq(flight, "")
         except ERRORS as exc:
             self._agent.releaseXferReq(flight)
-            raise failed("ended", exc, begun=True) from exc
+            raise failed("ended", exc) from exc
         return Flight(flight), status == _bindings.NIXL_SUCCESS
 
     def move(

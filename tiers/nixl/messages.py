@@ -31,11 +31,9 @@ ErrorClass = Literal["gone", "refused", "stopped", "failed"]
 class MoveError(TierIOError):
     """The failure of a transfer."""
 
-    def __init__(self, text: str, error: ErrorClass, *, begun: bool = False) -> None:
-        """begun: some of it may have been moved."""
+    def __init__(self, text: str, error: ErrorClass) -> None:
         super().__init__(text)
         self.error: ErrorClass = error
-        self.begun = begun
 
 
 # Store to exporter
