@@ -99,7 +99,7 @@ def test_Q16_a_loop_that_stands_still_gives_no_sign_of_life(
     tier = {"class": "tests.harness.bad_tiers:Holds", "name": "bad", "options": {"waits": True}}
     made = LiveStore(store_settings(tmp_path / "store", tier=[tier]))
     told = systemd(manager, WATCHDOG_USEC="100000", WATCHDOG_PID=str(os.getpid()))
-    made.server.health = Health(made.server._tier_states, told)
+    made.server.health = Health(made.server.store.tier_states, told)
     with made as store:
         manager.take("READY=1")
         manager.take("WATCHDOG=1")

@@ -10,10 +10,9 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.hit_curve import SAMPLES
 from kvstore.core.layout import SlotLayout
 from kvstore.core.leases import PINS
-from kvstore.metrics import DEFERRED_STEPS, LABEL_DIGITS, MEMORY, NVME, OBJECT, Numbers
+from kvstore.metrics import DEFERRED_STEPS, LABEL_DIGITS, MEMORY, NVME, Numbers
 from kvstore.store.namespace import Namespace
 from kvstore.store.namespaces import Namespaces
-from kvstore.store.plugins import Plugin
 from kvstore.store.session import Phase, Session
 from kvstore.store.status import told
 from kvstore.wire.engine import EVENTS, MISSES, VERSION, Step
@@ -23,8 +22,7 @@ from tiers.nvme.disk import NvmeDisk
 if TYPE_CHECKING:
     from tiers.object.bucket import Bucket
 
-BUCKET_STATES = ("ok", "read_only", "off")
-DISK_STATES = ("ok", "loading", "read_only", "off")
+TIER_STATES = ("ok", "loading", "read_only", "off")
 SIZES = {"0.5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0}  # of a tier: times what it has
 COVERED = 8  # times what it has, to which the curve need be known
 
@@ -135,8 +133,6 @@ def disk_gauges(disk: NvmeDisk, numbers: Numbers) -> dict[tuple[str, ...], float
     found: dict[tuple[str, ...], float] = {}
     found["kvstore_capacity_bytes", NVME] = disk.capacity_bytes
     found["kvstore_memory_bytes", NVME] = disk.used_bytes
-    for state in DISK_STATES:
-        found["kvstore_tiers", NVME, state] = float(disk.state == state)
     for what, seconds in disk.stalled_s.items():
         found["kvstore_tier_stalled_seconds", NVME, what] = seconds
     for (digest, event), count in disk.attached.take_counts().items():
@@ -150,13 +146,11 @@ def disk_gauges(disk: NvmeDisk, numbers: Numbers) -> dict[tuple[str, ...], float
     return found
 
 
-def bucket_gauges(bucket: Bucket, numbers: Numbers) -> dict[tuple[str, ...], float]:
-    """Return the state of the bucket, and take over what it has counted."""
+def count_requests(bucket: Bucket, numbers: Numbers) -> None:
+    """Take over what the bucket has counted."""
     for event, count in bucket.counts.items():
         numbers.add("kvstore_object_requests", event, by=count)
     bucket.counts.clear()
-    states = {state: float(bucket.health.state == state) for state in BUCKET_STATES}
-    return {("kvstore_tiers", OBJECT, state): value for state, value in states.items()}
 
 
 def curve_gauges(
@@ -185,10 +179,10 @@ def curve_gauges(
     return found
 
 
-def plugin_gauges(plugins: Iterable[Plugin]) -> dict[tuple[str, ...], float]:
-    """Return the state of each tier of others."""
+def state_gauges(states: Mapping[str, str]) -> dict[tuple[str, ...], float]:
+    """Return the states of lower tiers. states: by the tier's name."""
     return {
-        ("kvstore_tiers", plugin.name, state): float(plugin.off == off)
-        for plugin in plugins
-        for state, off in (("ok", False), ("off", True))
+        ("kvstore_tiers", tier, each): float(state == each)
+        for tier, state in states.items()
+        for each in TIER_STATES
     }

@@ -176,7 +176,6 @@ class Server:
         self._plugins = [Plugin(tier) for tier in config.tiers]
         self._bucket = self._make_bucket(config.bucket)
         systemd = systemd or Systemd({})
-        self.health = Health(self._tier_states, systemd, lambda: self.store.sessions.refuses)
         self._seldom_ns = 0
         self._disk_ns = self._peers_ns = 0  # when they are polled again though nothing has come
         self.store = Store(
@@ -185,6 +184,8 @@ class Server:
         self.store.plugins, self.store.bucket = self._plugins, self._bucket
         if self._bucket is not None:
             self.store.namespaces.budgets[OBJECT] = self._bucket.budget
+        sessions = self.store.sessions
+        self.health = Health(self.store.tier_states, systemd, lambda: sessions.refuses)
         self.store.not_ready = self.health.not_ready
         self._edge = EdgeThread()
         self._hung_up = False  # SIGHUP came
@@ -239,10 +240,6 @@ class Server:
             context = TierContext(OBJECT, digest, slot_bytes, memory, {})
             tiers.append(ObjectTier(context, self._bucket))
         return tiers
-
-    def _tier_states(self) -> dict[str, str]:
-        found = {} if self._disk is None else {NVME: self._disk.state}
-        return found | {plugin.name: "off" if plugin.off else "ok" for plugin in self._plugins}
 
     def run(self) -> None:
         """Serve until stop(). Closes everything it opened."""

@@ -26,13 +26,13 @@ from kvstore.store.asked import Asked, note_stored
 from kvstore.store.drain import DRAIN_CANCEL, DRAIN_NOW, DRAIN_STATE, DRAINS, REFUSAL, Drain
 from kvstore.store.extents import Memory
 from kvstore.store.gauges import (
-    bucket_gauges,
+    count_requests,
     count_step,
     curve_gauges,
     disk_gauges,
     gauges,
-    plugin_gauges,
     queue_gauges,
+    state_gauges,
 )
 from kvstore.store.live_settings import LiveSettings
 from kvstore.store.lookups import Lookups
@@ -552,9 +552,11 @@ class Store:
             found |= queue_gauges(self.sessions.values(), self.namespaces, lower, self._now_ns)
             if self._disk is not None:
                 found |= disk_gauges(self._disk, self.numbers)
+            states = self.tier_states()
             if self.bucket is not None:
-                found |= bucket_gauges(self.bucket, self.numbers)
-            found |= plugin_gauges(self.plugins)
+                count_requests(self.bucket, self.numbers)
+                states[OBJECT] = self.bucket.health.state
+            found |= state_gauges(states)
             found |= curve_gauges(self.namespaces, self._pool, self._disk)
             found |= self.tenants.gauges()
             found["kvstore_draining",] = float(self.drain.active)
@@ -562,6 +564,11 @@ class Store:
                 found |= self._peers.gauges()
             self.numbers.gauges = found
             self._engines = engines_of(self.sessions.values(), self.sessions.processes)
+
+    def tier_states(self) -> dict[str, str]:
+        """Return the state of each lower tier that is this store's alone, by its name."""
+        states = {} if self._disk is None else {NVME: self._disk.state}
+        return states | {plugin.name: "off" if plugin.off else "ok" for plugin in self.plugins}
 
     def status(self) -> Status:
         """Describe the store as of the last look at its gauges; on any thread."""
