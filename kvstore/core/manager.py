@@ -39,7 +39,7 @@ from kvstore.core.lookup import Answer, Below, common_hit
 from kvstore.core.policy import MakePolicy, PluginOrder
 from kvstore.core.segmented import SEGMENTED, SegmentedLRU
 from kvstore.core.slots import Slots
-from kvstore.core.tenants import Share, TenantOrder
+from kvstore.core.tenants import Share, TenantOrder, with_tenants
 from kvstore.core.types import BlockKey, Chain, Changes, GroupRule, LeaseId, Slot, StoreOutcome
 
 _WRITING, _COMING, _READY, _DROPPED = State  # a member of an enum takes 0.1 us to read
@@ -142,21 +142,12 @@ class Manager:
         new: by tag, of tenants not known here, and any others.
         """
         if new and (self._tenants is None or not self._tenants.knows(new)):
-            if not isinstance(self._policy, TenantOrder):
-                self._policy = TenantOrder(self._policy, len(self.index), block_bytes)
-                self._tenants = self._policy
-            for tag, share in new.items():
-                self._policy.add(tag, share, empty=not len(self.index))
-        tenants = self._tenants
-        if tenants is None:
-            return False
-        if tenants.adopting:
-            tenants.adopt(self.index.table)
-        for tag in tenants.over:
-            room = len(self.slots.free) + QUOTA_SLICE
-            self._evict(tenants.victims_of(tag), "quota", room)
-        tenants.exceeded = bool(tenants.over)
-        return tenants.exceeded or tenants.adopting
+            blocks = len(self.index)
+            self._policy = self._tenants = with_tenants(self._policy, new, blocks, block_bytes)
+        return self._tenants is not None and self._tenants.tend(self.index.table, self._evict_slice)
+
+    def _evict_slice(self, victims: Iterator[Node]) -> None:
+        self._evict(victims, "quota", len(self.slots.free) + QUOTA_SLICE)
 
     def give_back(self, slots: Iterable[Slot]) -> None:
         """Return granted slots that nobody writes any more."""

@@ -15,7 +15,7 @@ by table of the index. Until a table was looked through no block of it is counte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -58,6 +58,16 @@ class _Order(LeafLRU):
         return (hash(key) >> TABLE_SHIFT) % TABLES < self.looked
 
 
+def with_tenants(
+    order: LeafLRU | TenantOrder, shares: Mapping[bytes, Share], blocks: int, block_bytes: int
+) -> TenantOrder:
+    """Return an order in which tenants, by tag, have their own. blocks: that are in the index."""
+    if not isinstance(order, TenantOrder):
+        order = TenantOrder(order, blocks, block_bytes)
+    order.add(shares, empty=not blocks)
+    return order
+
+
 class TenantOrder:
     """What a LeafLRU is, for blocks of several tenants."""
 
@@ -70,21 +80,30 @@ class TenantOrder:
         self._blocks = blocks
         self.exceeded = False  # a tenant may be beyond its quota
 
-    def add(self, tag: bytes, share: Share, *, empty: bool) -> None:
-        """Give a tenant its own order. empty: the index holds no block yet."""
-        if tag not in self._orders:
-            self._orders[tag] = _Order(share, TABLES if empty else 0)
+    def add(self, shares: Mapping[bytes, Share], *, empty: bool) -> None:
+        """Give tenants, by tag, their own orders. empty: the index holds no block yet."""
+        for tag, share in shares.items():
+            if tag not in self._orders:
+                self._orders[tag] = _Order(share, TABLES if empty else 0)
 
-    @property
-    def adopting(self) -> bool:
-        """Tell whether there may be blocks that are not counted."""
-        return any(order.looked < TABLES for order in self._orders.values())
+    def tend(
+        self,
+        table: Callable[[int], Sequence[Node]],
+        evict: Callable[[Iterator[Node]], object],
+    ) -> bool:
+        """Have blocks evicted of those that have more than they may; True: call again soon.
 
-    def adopt(self, table: Callable[[int], Sequence[Node]]) -> None:
-        """Count some of the blocks that were here before their tenants were known.
-
-        table: returns the blocks in a table of the index.
+        table(number): the blocks in a table of the index. evict(victims): takes some of them out.
         """
+        self._adopt(table)
+        for order in list(self._orders.values()):
+            if order.share.is_over and order.blocks:
+                evict(self._victims_of(order))
+        self.exceeded = any(o.share.is_over and o.blocks for o in self._orders.values())
+        return self.exceeded or any(order.looked < TABLES for order in self._orders.values())
+
+    def _adopt(self, table: Callable[[int], Sequence[Node]]) -> None:
+        """Count some of the blocks that were here before their tenants were known."""
         left = ADOPT_BLOCKS
         for tag, order in self._orders.items():
             while left > 0 and order.looked < TABLES:
@@ -211,19 +230,13 @@ class TenantOrder:
             if last is not None:
                 coldest.freed(last.parent)
 
-    @property
-    def over(self) -> list[bytes]:
-        """Return the tags of those that have more than they may have, and something here."""
-        return [tag for tag, order in self._orders.items() if order.share.is_over and order.blocks]
-
-    def victims_of(self, tag: bytes) -> Iterator[Node]:
+    @staticmethod
+    def _victims_of(order: _Order) -> Iterator[Node]:
         """Take the coldest blocks of a tenant out, until it is within its quota."""
-        order = self._orders.get(tag)
-        if order is not None and order.share.is_over:
-            for victim in order.victims():
-                yield victim
-                if not order.share.is_over:
-                    return
+        for victim in order.victims():
+            yield victim
+            if not order.share.is_over:
+                return
 
     def _may_lose(self, order: LeafLRU) -> bool:
         if not isinstance(order, _Order):

@@ -21,7 +21,7 @@ from typing import cast
 
 from kvstore.core.eviction import LeafLRU
 from kvstore.core.index import TABLE_SHIFT, TABLES, Node, State
-from kvstore.core.tenants import Share, TenantOrder
+from kvstore.core.tenants import TenantOrder
 from kvstore.core.types import BlockKey, Changes, Slot
 
 
@@ -76,12 +76,6 @@ class DiskIndex:
     def __len__(self) -> int:
         """Count the records, those being written included."""
         return sum(map(len, self._tables))
-
-    def add_tenant(self, tag: bytes, share: Share, block_bytes: int) -> None:
-        """Count blocks whose keys end with a tag as a tenant's; all records are loaded."""
-        if not isinstance(self.order, TenantOrder):
-            self.order = self.tenants = TenantOrder(self.order, len(self), block_bytes)
-        self.order.add(tag, share, empty=not len(self))
 
     def table(self, number: int) -> list[Record]:
         """Return the records of one of the TABLES."""

@@ -14,14 +14,15 @@ import struct
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, cast
 
 import xxhash
 
 from kvstore.core.errors import check
-from kvstore.core.index import State
-from kvstore.core.tenants import Share
+from kvstore.core.index import Node, State
+from kvstore.core.tenants import Share, with_tenants
 from kvstore.core.types import BlockKey, Slot
 from tiers.nvme.files import ExtentFile, stride_of
 from tiers.nvme.index import DiskIndex, Durable, Record
@@ -261,13 +262,9 @@ class DiskNamespace(ExtentSlots):
             self.leaving -= 1
             self.give_back(record.slot)
 
-    def evict(self, count: int) -> int:
-        """Drop up to count of the coldest blocks; return how many went."""
-        done = 0
-        for victim in islice(self.index.order.victims(), max(0, count)):
-            self.drop(cast("Record", victim), "evicted")
-            done += 1
-        return done
+    def evict(self, count: int) -> None:
+        """Drop up to count of the coldest blocks."""
+        self._drop_first(self.index.order.victims(), max(0, count), "evicted")
 
     def tend_tenants(self, shares: Mapping[bytes, Share]) -> bool:
         """Drop some blocks of tenants that have more than they may; True: call again soon.
@@ -276,18 +273,14 @@ class DiskNamespace(ExtentSlots):
         """
         index = self.index
         if shares and (index.tenants is None or not index.tenants.knows(shares)):
-            for tag, share in shares.items():
-                index.add_tenant(tag, share, self.slot_bytes)
-        tenants = index.tenants
-        if tenants is None:
-            return False
-        if tenants.adopting:
-            tenants.adopt(index.table)
-        for tag in tenants.over:
-            for victim in islice(tenants.victims_of(tag), QUOTA_SLICE):
-                self.drop(cast("Record", victim), "quota")
-        tenants.exceeded = bool(tenants.over)
-        return tenants.exceeded or tenants.adopting
+            blocks = len(index)
+            index.order = index.tenants = with_tenants(index.order, shares, blocks, self.slot_bytes)
+        drop = partial(self._drop_first, count=QUOTA_SLICE, reason="quota")
+        return index.tenants is not None and index.tenants.tend(index.table, drop)
+
+    def _drop_first(self, victims: Iterator[Node], count: int, reason: str) -> None:
+        for victim in islice(victims, count):
+            self.drop(cast("Record", victim), reason)
 
     def retire(self, number: int) -> None:
         """Stop using an extent and drop what is in it, in slices."""
