@@ -311,7 +311,7 @@ def test_Q20_a_reload_for_which_no_descriptor_is_left_is_an_error_and_the_next_o
         with monkeypatch.context() as patched:
             if fails:
                 patched.setattr("asyncio.events.new_event_loop", short)
-            edge.start(edge.read_settings(file), told.append)
+            edge.read_settings(file, told.append)
             eventually(lambda: edge.ended)
         edge.poll()
     assert isinstance(told[0].exception(), ConfigError)
@@ -333,7 +333,7 @@ def test_Q20_a_file_system_that_answers_after_all_is_no_bug(
     monkeypatch.setattr(edge_thread, "open_settings", slow)
     edge, file = edge_thread.EdgeThread(), tmp_path / "kvstore.toml"
     file.write_text('[cpu]\ncapacity = "64MiB"\n')
-    edge.start(edge.read_settings(file), told.append)
+    edge.read_settings(file, told.append)
     eventually(lambda: edge.ended)
     edge.poll()
     assert "its file system hangs" in str(told[0].exception())

@@ -10,10 +10,10 @@ import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import aiofiles
 
@@ -30,6 +30,7 @@ from kvstore.core.errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Settings = tuple[ConfigFile, Config]
 
 READ_S = 5.0  # for a file of settings; a disk that spins up takes less
 THREADS_MAX = 4  # that hang
@@ -73,35 +74,30 @@ def _start(name: str, work: Callable[[], object]) -> None:
 
 
 class EdgeThread:
-    """Runs coroutines on threads, and their ends on the thread that calls poll()."""
+    """Reads files of settings, each on a thread; the thread that calls poll() hears of it."""
 
     def __init__(self) -> None:
         self._daemons = _Daemons()
         self.ended: deque[Callable[[], None]] = deque()  # of what poll() tells
 
-    def start(self, work: Coroutine[Any, Any, R], done: Callable[[Future[R]], None]) -> None:
-        """Begin to run work; done() gets its result in a later poll(); so without a thread."""
-        future: Future[R] = Future()
+    def read_settings(self, path: Path, done: Callable[[Future[Settings]], None]) -> None:
+        """Begin to read a file; done() gets it, or a ConfigError, in a later poll()."""
+        future: Future[Settings] = Future()
         future.add_done_callback(lambda ended: self.ended.append(lambda: done(ended)))
-
-        async def follow() -> None:
-            try:
-                future.set_result(await work)
-            except BaseException as exc:  # noqa: BLE001 - as above; then the end of what hangs
-                future.set_exception(exc)
 
         def run() -> None:
             try:
                 with asyncio.Runner() as runner:
-                    runner.run(follow())
+                    try:
+                        future.set_result(runner.run(self._read_in_time(path)))
+                    except BaseException as exc:  # noqa: BLE001 - as above; then the end of what hangs
+                        future.set_exception(exc)
             except OSError as exc:  # no descriptor is left for its loop
-                work.close()
                 future.set_exception(ConfigError(f"nothing can be read: {exc.strerror}"))
 
         try:
             _start("kvstore-edge", run)
         except ConfigError as exc:
-            work.close()
             future.set_exception(exc)
 
     def poll(self) -> None:
@@ -109,8 +105,7 @@ class EdgeThread:
         while self.ended:
             self.ended.popleft()()
 
-    async def read_settings(self, path: Path) -> tuple[ConfigFile, Config]:
-        """Read a file of settings. Raises ConfigError."""
+    async def _read_in_time(self, path: Path) -> Settings:
         reading = asyncio.ensure_future(self._read(path))
         done, _ = await asyncio.wait([reading], timeout=READ_S)
         if not done:

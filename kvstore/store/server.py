@@ -301,8 +301,7 @@ class Server:
             self._reload_next += wanted
         else:
             self._reloading = True
-            reading = self._edge.read_settings(Path(source.path))
-            self._edge.start(reading, partial(self._reloaded, wanted))
+            self._edge.read_settings(Path(source.path), partial(self._reloaded, wanted))
 
     def _reloaded(
         self, wanted: Sequence[int | None], read: Future[tuple[ConfigFile, Config]]
