@@ -105,9 +105,7 @@ def test_Q21_what_can_change_does_while_engines_are_attached(reloads: Reloads) -
             "shelf": 4 * 10**9,
         }
         assert namespace.tiering.queues["nvme"].budget.day_bytes == 1 << 30
-        lookups, sessions = server.store._lookups, server.store.sessions
-        assert lookups._engine.lease_ns == lookups._lease_ms * 10**6 == 7 * 10**9
-        assert lookups._engine is sessions._engine is server.store._engine
+        assert server.store.settings.running.engine.lease_ns == 7 * 10**9
         assert server._peers is not None
         assert server._peers.producer.held.bytes_max == 8 << 20
         assert server._peers.producer.request_leases.held_bytes_max == 8 << 20

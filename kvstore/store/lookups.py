@@ -22,12 +22,13 @@ from kvstore.core.tiering import Found
 from kvstore.core.types import BlockKey, Chain, LeaseId, LookupResult, Slot
 from kvstore.handover.direct_fetches import Positions, reaching_on, with_reads
 from kvstore.handover.peers import Peers
-from kvstore.metrics import PEER, Numbers
+from kvstore.metrics import PEER
 from kvstore.store.hints import BLOCKS_MAX as HINT_BLOCKS_MAX
 from kvstore.store.hints import Hints
 from kvstore.store.load_or_compute import measure, worth_loading
 from kvstore.store.misses import left_s_ago, missed
 from kvstore.store.namespace import Namespace
+from kvstore.store.namespaces import StoreContext
 from kvstore.store.session import Ask, Session
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -101,28 +102,22 @@ class _Below:
 class Lookups:
     """Where engines ask; an answer is a lease on what it names."""
 
-    def __init__(
-        self,
-        engine: EngineConfig,
-        numbers: Numbers,
-        can_grow: Callable[[Namespace], bool],
-        peers: Peers | None = None,
-        hint_hosts: Sequence[str] = (),
-    ) -> None:
-        """engine: limits of each attached engine. can_grow: more memory is coming or to be had.
-
-        peers: other stores, where they may be asked. hint_hosts: see Hints.
-        """
-        self._peers = peers
-        self._hints = Hints(hint_hosts, numbers)
-        self.use(engine)
-        self._numbers = numbers
+    def __init__(self, context: StoreContext, can_grow: Callable[[Namespace], bool]) -> None:
+        """can_grow: more memory is coming or to be had."""
+        self._settings, self._numbers = context.settings, context.numbers
+        self._peers = context.peers
+        peer = context.settings.running.peer
+        self._hints = Hints(() if peer is None else peer.hints, context.numbers)
         self._can_grow = can_grow
 
-    def use(self, engine: EngineConfig) -> None:
-        """Have other limits from now on; leases that are there keep theirs."""
-        self._engine = engine
-        self._lease_ms = engine.lease_ns // 1_000_000
+    @property
+    def _engine(self) -> EngineConfig:
+        """Return the limits of each attached engine; leases that are there keep theirs."""
+        return self._settings.running.engine
+
+    @property
+    def _lease_ms(self) -> int:
+        return self._engine.lease_ns // 1_000_000
 
     def ask(
         self, session: Session, namespace: Namespace, lookup: p.Lookup, now_ns: int

@@ -17,6 +17,7 @@ from kvstore.core.tiering import Tiering
 from kvstore.core.write_budget import WriteBudget
 from kvstore.handover.peers import Peers
 from kvstore.metrics import NVME, Numbers
+from kvstore.store.live_settings import LiveSettings
 from kvstore.store.namespace import Namespace
 from kvstore.store.token_ids import TokenIds
 from kvstore.visits import Visits
@@ -31,11 +32,12 @@ Send = Callable[[int, framing.Message, int | None], None]
 class StoreContext(NamedTuple):
     """What several parts of a store use.
 
-    send(connection, message, descriptor): queue a message. peers: other stores, if it has any.
-    barrier: where bugs end. tokens: of blocks, for KV events.
+    settings: those that the store runs with now. send(connection, message, descriptor): queue a
+    message. peers: other stores, if it has any. barrier: where bugs end. tokens: of blocks, for KV
+    events.
     """
 
-    config: Config
+    settings: LiveSettings
     numbers: Numbers
     send: Send
     peers: Peers | None
@@ -49,33 +51,33 @@ class Namespaces(dict[str, Namespace]):
     def __init__(self, context: StoreContext, extent_bytes: int, make_tiers: MakeTiers) -> None:
         """extent_bytes: of memory; a slot has to fit in."""
         super().__init__()
-        self._config, self._numbers, self._peers = context.config, context.numbers, context.peers
+        self._settings, self._numbers = context.settings, context.numbers
+        self._peers = context.peers
         self._barrier, self._tokens = context.barrier, context.tokens
         self._extent_bytes = extent_bytes
         self._make_tiers = make_tiers
-        config = context.config
+        nvme = context.settings.running.nvme
         self._visits = Visits()
         self._broken: set[str] = set()  # that have met a bug
-        self._backlog_ns = _backlogs_of(config)
         self.budgets: dict[str, WriteBudget] = {}
-        if config.nvme is not None:
-            self.budgets[NVME] = WriteBudget(config.nvme.write_budget_bytes)
+        if nvme is not None:
+            self.budgets[NVME] = WriteBudget(nvme.write_budget_bytes)
 
     def use(self, config: Config) -> None:
         """Run with other settings: what waits for lower tiers, and is written to them."""
-        self._config, self._backlog_ns = config, _backlogs_of(config)
+        backlogs = _backlogs_of(config)
         if config.nvme is not None:
             self.budgets[NVME].change(config.nvme.write_budget_bytes)
         for namespace in self.values():
             for name, queue in namespace.tiering.queues.items():
-                queue.backlog.limit_ns = self._backlog_ns.get(name, queue.backlog.limit_ns)
+                queue.backlog.limit_ns = backlogs.get(name, queue.backlog.limit_ns)
 
     def find(self, layout: SlotLayout) -> Namespace:
         """Return the namespace of a layout, a new one if need be.
 
         Raises ConfigError for blocks that are too large for this store, and where a bug was met.
         """
-        disk = self._config.nvme
+        cpu, disk = self._settings.running.cpu, self._settings.running.nvme
         if layout.slot_bytes + 4 > self._extent_bytes:
             raise ConfigError(
                 f"a block takes {layout.slot_bytes} bytes, an extent has {self._extent_bytes}:"
@@ -89,7 +91,6 @@ class Namespaces(dict[str, Namespace]):
         if layout.digest in self._broken:
             raise ConfigError("a bug of the store: restart it to have this model served again")
         if layout.digest not in self:
-            cpu = self._config.cpu
             space = cpu.capacity_bytes + (0 if disk is None else disk.capacity_bytes)
             remembered = max(2 * space, GHOSTS * cpu.capacity_bytes)
             tokens = self._tokens if self._tokens.bytes_max else None
@@ -110,7 +111,7 @@ class Namespaces(dict[str, Namespace]):
             namespace.manager,
             tiers,
             layout.slot_bytes,
-            backlog_ns=self._backlog_ns,
+            backlog_ns=_backlogs_of(self._settings.running),
             budgets=self.budgets,
             remote=remote,
             promoted=partial(self._numbers.observe, "kvstore_promotion_seconds"),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 
-from kvstore.config import EngineConfig
 from kvstore.core import limits
 from kvstore.core.errors import KVStoreError, NotYet, ProtocolError
 from kvstore.core.layout import slot_layout
@@ -46,7 +45,7 @@ class Sessions(dict[str, Session]):
     ) -> None:
         """first: sessions are numbered from here."""
         super().__init__()
-        self._engine, self._numbers = context.config.engine, context.numbers
+        self._settings, self._numbers = context.settings, context.numbers
         self._send, self._peers, self._barrier = context.send, context.peers, context.barrier
         self._keeps_tokens = context.tokens.bytes_max > 0
         self._next = first
@@ -59,10 +58,6 @@ class Sessions(dict[str, Session]):
         self._parted: set[int] = set()  # connections that said goodbye
         self.endings = Endings()
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
-
-    def use(self, engine: EngineConfig) -> None:
-        """Have other limits for engines that join from now on."""
-        self._engine = engine
 
     def of(self, connection: int) -> Session | None:
         """Return the session that a connection is part of."""
@@ -141,7 +136,7 @@ class Sessions(dict[str, Session]):
         session.namespace = namespace
         namespace.sessions[session.number] = session
         self._namespaces.wake(namespace)
-        engine, digest = self._engine, namespace.layout.digest
+        engine, digest = self._settings.running.engine, namespace.layout.digest
         devices = "" if self._peers is None else self._peers.devices
         waits = engine.promote_ns // 1_000_000, engine.promote_limit_ns // 1_000_000
         for rank, worker in session.workers.items():
@@ -170,8 +165,9 @@ class Sessions(dict[str, Session]):
         self._numbers.add("kvstore_sessions_started")
         if session.events:
             namespace.tiering.tell()
-        slower_ns = self._engine.promote_ns if namespace.tiering.sources else 0
-        defer_ms = max(self._engine.defer_ns, slower_ns) // 1_000_000
+        engine = self._settings.running.engine
+        slower_ns = engine.promote_ns if namespace.tiering.sources else 0
+        defer_ms = max(engine.defer_ns, slower_ns) // 1_000_000
         peers = None if namespace.layout.unnamed else self._peers
         here = "" if peers is None else peers.channel.address
         digest = namespace.layout.digest

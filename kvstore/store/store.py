@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvstore.barrier import Barrier
-from kvstore.config import Config, ConfigFile, TenantConfig
+from kvstore.config import Config, ConfigFile, EngineConfig, TenantConfig
 from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.core.types import BlockKey, Changes, LeaseId, Slot, StoreOutcome
 from kvstore.handover.jobs import check_ranks
@@ -88,7 +88,7 @@ class Store:
         that work of another store's session is recognised.
         """
         self.numbers = Numbers()
-        self._engine = config.engine
+        self.settings = LiveSettings(config, pool.extent_bytes, self._use)
         self._tier_names = (
             MEMORY,
             *((NVME,) if config.nvme else ()),
@@ -107,14 +107,11 @@ class Store:
         self._around_extents = self._barrier.around("the extents of namespaces")
         self._clearing: list[int] = []  # connections that wait for the end of a clear
         self.tokens = TokenIds(config.engine.event_tokens_bytes)
-        context = StoreContext(config, self.numbers, send, peers, self._barrier, self.tokens)
+        context = StoreContext(self.settings, self.numbers, send, peers, self._barrier, self.tokens)
         self.namespaces = Namespaces(context, pool.extent_bytes, make_tiers)
         readers = set() if peers is None else {EXPORTER}
         self._memory = Memory(pool, send, readers, self.namespaces.wake)
-        hint_hosts = () if config.peer is None else config.peer.hints
-        self._lookups = Lookups(
-            config.engine, self.numbers, self._memory.can_grow, peers, hint_hosts
-        )
+        self._lookups = Lookups(context, self._memory.can_grow)
         self.sessions = Sessions(
             context, first_session, self.namespaces, self._memory, self._lookups
         )
@@ -135,9 +132,12 @@ class Store:
         self._around_pins = self._barrier.around("pins")
         self.plugins: Sequence[Plugin] = ()  # whose tiers are in make_tiers
         self.bucket: Bucket | None = None  # likewise
-        self.settings = LiveSettings(config, pool.extent_bytes, self._use)
         self.source: ConfigFile | None = None  # where the settings are from
         self.reload: Callable[[int], None] = _no_file  # reads it, and answers this connection
+
+    @property
+    def _engine(self) -> EngineConfig:
+        return self.settings.running.engine
 
     def _use(self, config: Config, tenants: Sequence[TenantConfig] | None) -> None:
         """Run with other settings, of which those that are live have changed.
@@ -145,9 +145,7 @@ class Store:
         tenants: those of a file that was read again; None: the limits that they have stay.
         """
         self.tenants.use(_capacities(config), tenants)  # first: it may refuse them
-        self._engine, self._seldom_ns = config.engine, 0
-        self._lookups.use(config.engine)
-        self.sessions.use(config.engine)
+        self._seldom_ns = 0
         self.namespaces.use(config)
         self._memory.resize(config.cpu.capacity_bytes)
         self.pins.use(config.engine.pinned_bytes)
