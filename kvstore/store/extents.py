@@ -255,11 +255,11 @@ class Memory:
         mapping.state, mapping.since_ns = "retiring", self._now_ns
         self._wake(donor)
 
-    def give_back(self, namespace: Namespace, now_ns: int) -> None:
+    def give_back(self, namespace: Namespace) -> None:
         """Retire all extents of a namespace that is not used."""
         for mapping in namespace.extents.values():
             if mapping.state == "live":
-                mapping.state, mapping.since_ns = "retiring", now_ns
+                self._retire(namespace, mapping)
 
     def _shrink(self, namespace: Namespace, extent: int, mapping: Mapping) -> None:
         if mapping.state == "retiring":

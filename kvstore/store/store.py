@@ -342,7 +342,7 @@ class Store:
     def _forget(self, namespace: Namespace) -> None:
         """Give an unused namespace's memory back, and forget it once that has happened."""
         if namespace.extents:
-            self._memory.give_back(namespace, self._now_ns)
+            self._memory.give_back(namespace)
         else:
             self.namespaces.forget(namespace)
 
