@@ -89,7 +89,6 @@ class _Connection:
         self.known = False  # it is part of a session
         self.end: int | None = None  # a pidfd of its process, once it is known
         self.refused = False  # it hears why, and is dropped
-        self.more = False  # messages that came are not acted on yet
         self.heard_s = time.monotonic()  # when something came last
         self.parted = False  # nothing more is taken of it, or said: its own end is waited for
         self.last = b""  # that it said then
@@ -382,7 +381,7 @@ class Server:
         more, self._more = self._more, {}
         for connection in more.values():
             if connection.number in self._connections:
-                self._read(connection)
+                self._read(connection, more=True)
         for key, events in ready:
             if key.data is self._peers and key.data is not None:
                 self._peers_ns = 0
@@ -464,8 +463,8 @@ class Server:
         with sock, contextlib.suppress(OSError):
             sock.send(framing.encode(p.Refused(reason, retry=False)))
 
-    def _read(self, connection: _Connection, *, ended: bool = False) -> None:
-        more, connection.more = connection.more, False
+    def _read(self, connection: _Connection, *, ended: bool = False, more: bool = False) -> None:
+        """Act on what a connection says. more: on what has come, of which some was left."""
         data = b"" if more else connection.receive(ended=ended)
         if data is None:
             return
@@ -485,7 +484,6 @@ class Server:
                 if connection.refused or connection.outbox.bytes > limits.OUTBOX_BYTES_MAX:
                     break
                 if time.monotonic() > until_s:
-                    connection.more = True
                     self._more[connection.number] = connection
                     break
             if connection.decoder.frames.unfinished_bytes or connection.outbox.bytes > _SMALL_BYTES:
