@@ -21,7 +21,7 @@ from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.types import LookupResult
 from kvstore.metrics import Numbers
-from kvstore.store.gauges import disk_gauges
+from kvstore.store.gauges import disk_gauges, state_gauges
 from tests.bench.steal import Watch
 from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
 from tests.harness.nvme_trouble import (
@@ -244,6 +244,7 @@ def test_a_commit_that_hangs_stops_nothing_but_writes(
         shown = disk_gauges(found.disk, Numbers())
         assert shown["kvstore_tier_stalled_seconds", "nvme", "keeper"] > 0.2
         assert shown["kvstore_tier_stalled_seconds", "nvme", "reads"] == 0.0
+        shown = state_gauges({"nvme": found.disk.state})
         assert shown["kvstore_tiers", "nvme", "read_only"] == 1.0
         assert shown["kvstore_tiers", "nvme", "ok"] == 0.0
         watch = Watch()
