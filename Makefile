@@ -10,8 +10,9 @@ FIRST ?= 0
 # `make fuzz`: how many messages.
 MESSAGES ?= 10000000
 
-# `make test`: how many tests run at one time. One of these processes has all real engines.
-WORKERS ?= 2
+# `make test`: how many tests run at one time. One of these processes has all real engines; many
+# tests wait more than they work, so there is one process more than small machines have cores.
+WORKERS ?= 3
 
 # `make gpu`: where its results go.
 RESULTS ?= gpu-results
@@ -83,7 +84,7 @@ demo: $(READY) ## a real vLLM engine gets its KV back from the store; prints a t
 demo-pd: $(READY) ## prompts go from a prefill engine to two decode engines; prints a table
 	@$(PY) -m tests.demo --pd
 
-test: $(READY) ## all but what `make test-long` has; on WORKERS (2) processes
+test: $(READY) ## all but what `make test-long` has; on WORKERS (3) processes
 	$(PY) -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not long" --durations=60 --durations-min=1
 
 test-fast: $(READY) ## no real engine, nothing slow; a few minutes
