@@ -50,6 +50,7 @@ HINTS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("exporter_client -k B15", "if extent.again_ns is not None and now_ns >= extent.again_ns:"),
         ("exporter_client -k B15", "if not extent.failed:", "if True:"),
         ("exporter_client -k B15", "found.again_ns is not None or ", ""),
+        ("exporter_client -k why_blocks", 'if error in {"refused", "failed"}:'),
     ),
     "kvstore/handover/exported.py": (("peer_memory -k L1", "self._slots[message.extent] = 0"),),
     "kvstore/check.py": (("check_serve -k Q12", "if exc.errno == errno.EADDRINUSE:"),),

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from kvstore.core.errors import InvariantBroken, ProtocolError
+from kvstore.logs import LINES_MAX
 from kvstore.wire.framing import Decoder, Message, encode, u32
 from tests.bench.steal import Watch
 from tests.harness.exporter_rig import EXPORT, KIB, LANDING, MIB, Side, end, start_all, wait
@@ -202,6 +203,16 @@ def test_what_is_asked_while_it_is_starting_is_done_in_order(side: Side) -> None
     assert end(side, number).error == "refused", "nobody is no peer of it"
     assert [type(event) for event in side.events[:1]] == [Ready]
     assert side.name.startswith("alone-")
+
+
+def test_why_blocks_were_not_moved_is_logged_a_few_times(
+    side: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    wait(side, lambda: side.ready)
+    for _ in range(3 * LINES_MAX):
+        end(side, side.exporter.start(move()))
+    line = "moving blocks from or to another store failed: \"peer 'nobody', expected one of"
+    assert caplog.text.count(line) == LINES_MAX
 
 
 def test_abandoning_what_has_ended_or_was_never_there_is_nothing(side: Side) -> None:

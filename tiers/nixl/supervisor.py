@@ -30,6 +30,7 @@ from typing import Literal
 import msgspec
 
 from kvstore.core.errors import ProtocolError, TierIOError, check
+from kvstore.logs import RateLog
 from kvstore.wire.framing import Decoder, Message, Outbox, encode
 from tiers.nixl import messages as m
 from tiers.nixl.ucx import environment
@@ -265,6 +266,7 @@ class Exporter:
         self._silent_ns = 0  # how long it has said nothing, as far as we have looked
         self._looked_ns = 0
         self._asked = False  # it owes a Ping
+        self._said = RateLog(log)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when poll() has something to do."""
@@ -395,6 +397,7 @@ class Exporter:
             return []
         if self._child is None and now_ns >= self._start_ns and not self._asleep:
             self._start(now_ns)
+        self._said.tick()
         child = self._child
         if child is not None:
             # A machine that stood still has not been silent.
@@ -480,8 +483,11 @@ class Exporter:
     def _on(self, message: Message) -> None:
         """Act on a message; a Ping needs nothing more, since any message shows that it works."""
         match message:
-            case m.Ended():
+            case m.Ended(_, _, error, text):
                 self._on_ended(message)
+                if error in {"refused", "failed"}:  # of a peer that is gone its link tells
+                    line = "moving blocks from or to another store failed: %r"
+                    self._said.warn("transfers that failed", line, text[:_TEXT_MAX])
             case m.Ready():
                 if self._running:
                     self._state, self.broken = "up", ""
