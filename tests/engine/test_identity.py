@@ -12,6 +12,7 @@ import pytest
 
 from tests.bench.engine import Request
 from tests.bench.models import prompt
+from tests.engine.ahead import ENDS_IN_STEP
 from tests.engine.identity import aborted, assert_same, assert_survivors_same, divergences
 from tests.engine.served import Served
 from tests.engine.support import (
@@ -187,6 +188,7 @@ def test_O15_what_a_failed_load_should_have_brought_is_computed(
         assert "kvstore_leases" not in numbers(store.address)
 
 
+@ENDS_IN_STEP
 @pytest.mark.parametrize("how", [Trouble.REUSED, Trouble.FAILING])
 def test_O15_what_a_failed_load_in_a_step_should_have_brought_is_computed(
     troubled: Callable[[str], Troubled], how: Trouble
