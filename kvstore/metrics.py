@@ -184,7 +184,7 @@ TABLE = (
          "Memory that hand-overs hold, by state: held (for other stores), landing, quarantined.",
          ("state",)),
     Spec("kvstore_hand_over_open", "gauge",
-         "Open hand-over objects by kind, such as fetches, jobs, direct writes and connections.",
+         "Open hand-over objects by kind, such as fetches, jobs, requests and connections.",
          ("what",)),
     Spec("kvstore_exporter_up", "gauge",
          "Whether the exporter can be used (1, or 0); until the first hand-over it may not be"

@@ -570,7 +570,14 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         ("traits -k B3_another", "if hello.version != m.VERSION:"),
     ),
-    "kvstore/handover/jobs.py": (("export", "if self.over:\n            return ()", ""),),
+    "kvstore/handover/jobs.py": (
+        ("export", "if self.over:\n            return ()", ""),
+        (
+            "residents -k P3_direct",
+            "self.direct and not self.push:\n            e",
+            "self.direct:\n            e",
+        ),
+    ),
     "kvstore/handover/held_memory.py": (
         (
             "export peers peer_limits -k 'held or B20 or cap'",

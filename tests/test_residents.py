@@ -20,6 +20,7 @@ from tests.harness.fakes import SLOT_BYTES, Engine, Town, from_u32, hashes, keys
 from tests.harness.handover_pair import Pair, stored
 from tests.harness.script import Request, Script
 from tests.test_direct_fetch import offered, reading
+from tests.test_direct_push import TARGETS, claimed, filled
 
 RANK = RankPages("theirs", b"md", ((),))
 
@@ -44,8 +45,18 @@ class Announced:
     def ranks(self, _number: int) -> list[RankPages]:
         return [RANK]
 
-    def workers(self, _number: int) -> dict[int, int]:
-        return {}
+
+def test_P3_direct_what_an_engine_has_itself_is_pushed_from_slots() -> None:
+    """No engine writes, and a peer that is pushed to refuses to be told of an engine's memory."""
+    pair, chain = stored(3)
+    Announced(pair).add(chain, 0, 2)
+    number = claimed(pair, chain)
+    pair.name(number, TARGETS)
+    pair.run(20)
+    assert sorted(block for job in filled(pair) for block in job[3]) == [10, 10, 11, 11, 12, 12]
+    assert pair.passed == {(number, position): True for position in range(3)}
+    assert pair.consumer.fetched == {"cpu": 3}
+    pair.check_nothing_left()
 
 
 def test_L1_direct_what_an_engine_has_itself_is_told_to_be_there() -> None:

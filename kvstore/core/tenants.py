@@ -99,7 +99,7 @@ class TenantOrder:
         for order in list(self._orders.values()):
             if order.share.is_over and order.blocks:
                 evict(self._victims_of(order))
-        self.exceeded = any(o.share.is_over and o.blocks for o in self._orders.values())
+        self.exceeded = any(each.share.is_over and each.blocks for each in self._orders.values())
         return self.exceeded or any(order.looked < TABLES for order in self._orders.values())
 
     def _adopt(self, table: Callable[[int], Sequence[Node]]) -> None:

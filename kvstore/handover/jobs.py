@@ -147,7 +147,7 @@ class Job(Move):
     targets: dict[int, list[int]] = field(default_factory=dict)  # engine blocks of the peer's
     writes: Counter[int] = field(default_factory=Counter)  # that have not ended
     failed: set[int] = field(default_factory=set)  # one of them has
-    residents: dict[int, Resident] = field(default_factory=dict)  # told
+    residents: dict[int, Resident] = field(default_factory=dict)  # told to be in an engine
     moved: set[int] = field(default_factory=set)  # not in that engine any more
     # Of each block:
     entries: list[Entry | None] = field(init=False)  # in HELD: pinned; None: the slot is its own

@@ -1,6 +1,6 @@
 """The side channel's protocol between two stores: what a hand-over is agreed with.
 
-Bytes never travel here: they are read or written by the stores' exporters, or by workers. A block
+Bytes never travel here: the stores' exporters read or write them, or workers read them. A block
 is named by its content key and the generation of its slot, never by a bare slot; what is named by
 an engine's block is good only once the producer has said so.
 

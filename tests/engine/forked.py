@@ -31,7 +31,8 @@ def _be_an_engine(fds: list[int], environment: dict[str, str]) -> None:
     if AHEAD in environment:
         schedule_ahead()
     vars(envs)["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # on a CPU vLLM starts them afresh
-    # vLLM looks at a model in a process of its own, so that this one need not import it. This has.
+    # vLLM looks at a model in a process of its own, so that this one need not import it.
+    # This one has imported it.
     registry._run_in_subprocess = lambda look: look()
     for number in (1, 2):
         os.dup2(fds[1], number)

@@ -94,7 +94,8 @@ def main() -> None:
     """Print block tokens, slot bytes, and layers by group, of each model."""
     from vllm.model_executor.models import registry
 
-    # vLLM looks at a model in a process of its own, so that this one need not import it. This does.
+    # vLLM looks at a model in a process of its own, so that this one need not import it.
+    # This one imports it in any case.
     registry._run_in_subprocess = lambda look: look()
     found = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -485,7 +485,7 @@ class Exporter:
         match message:
             case m.Ended(_, _, error, text):
                 self._on_ended(message)
-                if error in {"refused", "failed"}:  # of a peer that is gone its link tells
+                if error in {"refused", "failed"}:  # the side channel tells of a peer that is gone
                     line = "moving blocks from or to another store failed: %r"
                     self._said.warn("transfers that failed", line, text[:_TEXT_MAX])
             case m.Ready():
