@@ -58,6 +58,12 @@ def test_L1_direct_a_prompt_goes_from_engine_memory_into_engine_memory(
         assert found["kvstore_hand_over_moved_bytes{direct}"] == moved
 
 
+def test_L1_direct_what_an_engine_has_itself_is_pushed_from_slots(tmp_path: Path) -> None:
+    with nodes(tmp_path, (2, 1), serving=True, push=True, stored=5) as made:
+        found = made.brings(made.ask(), range(9, 14))
+        assert (found.get(GPU), found[CPU]) == (None, 5)
+
+
 def test_L1_direct_what_the_engine_has_overwritten_comes_from_slots(tmp_path: Path) -> None:
     with nodes(tmp_path, serving=True, stored=6) as made:
         overwrite(made, [1, 4])
