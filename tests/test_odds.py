@@ -37,16 +37,16 @@ def test_Q64_nothing_is_likely_before_anything_was_used() -> None:
 
 
 def test_Q64_what_was_counted_fades() -> None:
-    odds, some = Odds(KNOWN, fades=64), keys(8)
-    odds.note(some, 0)
-    odds.note(some, 10)
-    assert odds.of(5, used=False) == pytest.approx(1, rel=0.1)
-    for now_s in range(8):
-        odds.note(keys(64, f"once {now_s}"), 20 + now_s)
-    assert odds.of(5, used=False) < 0.05
-    for now_s in range(100, 300):
-        odds.note(some, now_s)
-    assert odds.of(5, used=True) < 0.05, "all come back after a second now"
+    odds, one = Odds(KNOWN, fades=64), keys(1)
+    for number in range(400):
+        odds.note(one, 10 * number)
+    assert odds.of(5, used=True) == pytest.approx(1, rel=0.1)
+    for number in range(400):
+        odds.note(one, 4000 + number)
+    assert odds.of(5, used=True) < 0.05, "it comes back after a second now"
+    for number in range(400):
+        odds.note(keys(1, f"once {number}"), 5000)
+    assert odds.of(0, used=False) < 0.001, "none comes back now"
 
 
 def test_Q64_a_part_that_is_used_is_one_at_most() -> None:
