@@ -1,4 +1,4 @@
-"""An engine's agent that reads a peer's engine, with a NIXL that does as it is told."""
+"""An engine's agent reads a peer's engine. Its NIXL is a fake, which the tests steer."""
 
 from __future__ import annotations
 

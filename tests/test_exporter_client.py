@@ -211,7 +211,7 @@ def test_why_blocks_were_not_moved_is_logged_a_few_times(
     wait(side, lambda: side.ready)
     for _ in range(3 * LINES_MAX):
         end(side, side.exporter.start(move()))
-    line = "moving blocks from or to another store failed: \"peer 'nobody', expected one of"
+    line = "could not move blocks from or to another store: \"peer 'nobody', expected one of"
     assert caplog.text.count(line) == LINES_MAX
 
 

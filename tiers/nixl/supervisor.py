@@ -486,7 +486,7 @@ class Exporter:
             case m.Ended(_, _, error, text):
                 self._on_ended(message)
                 if error in {"refused", "failed"}:  # the side channel tells of a peer that is gone
-                    line = "moving blocks from or to another store failed: %r"
+                    line = "the exporter could not move blocks from or to another store: %r"
                     self._said.warn("transfers that failed", line, text[:_TEXT_MAX])
             case m.Ready():
                 if self._running:
