@@ -27,6 +27,7 @@ IDLE_WAIT_S = 0.001
 BUSY_WAIT_S = 0.0002
 TIMEOUTS_IN_A_ROW_MAX = 3
 ANSWER_LIMIT_NS = 500_000_000  # beyond what the store may defer: it does not answer
+OVERDUE_LOOKS = 8  # and has had time to: not only this process, or the whole machine, stood still
 LOADING_LIMIT_NS = 5_000_000_000  # waiting for another request's load, or for room for a lease
 FAILURES_MAX = 2  # after a failed load other copies are tried once, then it is computed
 
@@ -159,7 +160,7 @@ class RequestLookups:
             block_ns=None if self.pace is None else self.pace.block_ns(self._geometry.block_tokens),
             again=failed or tracked.query is not NO_QUERY,
         )
-        tracked.ask = self._client.ask(lookup)
+        tracked.ask, tracked.overdue = self._client.ask(lookup), 0
         if tracked.ask:
             self._asking[tracked.ask] = tracked
             tracked.phase, tracked.query = Phase.ASKED, query
@@ -309,7 +310,8 @@ class RequestLookups:
             self._client.count("deferred")
         tracked.deferred_step = self._step
         limit_ns = ANSWER_LIMIT_NS + self._client.defer_ms * 1_000_000
-        silent = self._client.unanswered_ns(tracked.ask) > limit_ns
+        tracked.overdue += self._client.unanswered_ns(tracked.ask) > limit_ns
+        silent = tracked.overdue > OVERDUE_LOOKS
         since_ns = self.queue.stuck_ns(now) if tracked.capped else tracked.deferred_ns
         if silent or now - since_ns > max(LOADING_LIMIT_NS, limit_ns):
             self._client.count("timed_out")

@@ -60,6 +60,7 @@ class TrackedRequest(msgspec.Struct, eq=False):
     waited: bool = False  # a busy engine waits for first lookups only
     deferred_ns: int | None = None  # when the engine was first told to ask later
     deferred_step: int = 0  # the last step in which it was told so
+    overdue: int = 0  # steps in which its answer was overdue
     gave_up: str = ""  # why it waits for no answer any more, if that is so
     failures: int = 0
     refused: int = 0  # empty steps in a row in which the engine did not take its load

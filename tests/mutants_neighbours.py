@@ -13,6 +13,16 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if not tracked.ask:  # leases were at their cap",
             "if False:",
         ),
+        (
+            "scheduler_half -k machine_stood_still",
+            "tracked.overdue > OVERDUE_LOOKS",
+            "tracked.overdue > 0",
+        ),
+        (
+            "scheduler_half -k store_that_does_not_answer",
+            "tracked.overdue > OVERDUE_LOOKS",
+            "False",
+        ),
         ("lease_queue -k asks_again_says_so", " or tracked.query is not NO_QUERY", ""),
         ("lease_queue -k comes_later", "late and grant.lease and", "False and"),
         ("lease_queue -k finds_nothing", "late and grant.lease and", "late and"),
