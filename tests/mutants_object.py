@@ -43,7 +43,9 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_tier -k Q73", "(OK,) if verb == PUT else ", ""),
         ("object_tier -k Q73", "at_once=outcome not in FAILED", "at_once=False"),
     ),
+    "kvstore/store/server.py": (("object_store -k woken_once", "key.data.ended.heard()", "pass"),),
     "tiers/object/bucket.py": (
+        ("object_tier -k wakes_the_loop", ", threads, self.ended.wake)", ", threads)"),
         (
             "object_tier -k Q72_a_bucket",
             "unwanted or self._closed or (self.health.off and request.name != TRIAL)",
@@ -154,6 +156,7 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("object_store -k Q70_a_request", " and kept_off.isdisjoint(keys)", ""),
     ),
     "kvstore/core/tiering.py": (
+        ("object_store -k woken_once", "for tier in self.tiers)", "for tier in self.sources)"),
         (
             "object_store -k Q70_two",
             "            shared.use(chain, lease, self._now_ns)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -327,6 +328,25 @@ def test_Q72_a_store_that_ends_begins_no_put(
         proxy.ended.set()
     assert "only" not in caplog.text
     assert proxy.seen["PUT"] == 2
+
+
+def test_the_loop_sleeps_while_the_bucket_works_and_is_woken_once(
+    proxy: Proxy, tmp_path: Path
+) -> None:
+    with live(tmp_path / "a", proxy.endpoint) as a, engine(a) as attached:
+        proxy.slow_s = WAIT_S
+        proxy.always("slow", "PUT")
+        chain = hashes(4, "sleep")
+        attached.put(chain)
+        assert read(attached, chain)[0] == 4
+        eventually(lambda: proxy.seen["PUT"] == 2)
+        assert a.server.store.namespaces.awake[0].tiering.jobs_open
+        eventually(lambda: not a.server.store.busy)
+        proxy.ended.set()
+        eventually(lambda: not stat(a, "kvstore_jobs_open"))
+        bucket = a.server.store.bucket
+        assert bucket is not None
+        eventually(lambda: not select.select([bucket], [], [], 0)[0])
 
 
 def test_Q74_a_hit_that_memory_has_asks_the_bucket_nothing(

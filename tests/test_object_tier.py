@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import select
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -735,6 +736,16 @@ def test_Q74_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.state("a4", 100) is None
     assert made.state("r3", known.THERE_NS) is None
     assert made.place(runs[3].keys[0], known.THERE_NS) is None
+
+
+def test_the_end_of_a_request_wakes_the_loop(s3: S3Server) -> None:
+    with Rig(s3.endpoint) as rig:
+        slots = tuple(map(Slot, range(4)))
+        keys = tuple(chain(4).keys_at(0, range(4)))
+        rig.tier.submit(TransferJob(JobId(1), JobKind.STORE, keys, slots))
+        assert select.select([rig.bucket], [], [], WAIT_S)[0]
+        rig.bucket.ended.heard()
+        assert rig.tier.poll()
 
 
 def test_Q77_after_a_clear_nothing_of_before_is_used(s3: S3Server) -> None:

@@ -167,8 +167,7 @@ class Tiering:
     @property
     def to_poll(self) -> bool:
         """Tell whether a job is under way whose end nobody announces: remote tiers do."""
-        ours = (*self.tiers, *(shared.tier for shared in self.shared))
-        return any(self._under_way.get(tier.name) for tier in ours)
+        return any(self._under_way.get(tier.name) for tier in self.tiers)
 
     @property
     def jobs_open(self) -> int:

@@ -8,9 +8,7 @@ landed block is copied into its slot and summed by one thread, which releases th
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +28,7 @@ from tiers.nixl import messages as nixl
 from tiers.nixl import supervisor
 from tiers.nixl.ucx import over_tcp
 from tiers.runner import Runner
+from tiers.wakeup import Wakeup
 
 log = logging.getLogger(__name__)
 
@@ -306,29 +305,18 @@ class Transfers:
         self.moved_bytes: Counter[str] = Counter()  # "pulled", "pushed", as NIXL counts them
         self._transfers: dict[int, _Transfer] = {}
         self._moving: dict[tuple[int, int], list[int]] = {}  # by peer and job: its transfers
-        self._done = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # threads have results
-        self._to_read = False  # from there
+        self._done = Wakeup()  # threads have results
         self._runner: Runner[_Work, Summed | Checked | _Allocated] = Runner(
             "kvstore-handover",
             lambda work: work.do(),
             lambda work, _: work.failed,
             THREADS,
-            self._wake_loop,
+            self._done.wake,
         )
-
-    def _wake_loop(self) -> None:
-        """A thread has a result.
-
-        The flag is there before the loop can wake, or that turn would not read the descriptor, and
-        after: a turn may have read too early, and the descriptor would stay readable.
-        """
-        self._to_read = True
-        os.eventfd_write(self._done, 1)
-        self._to_read = True
 
     def fds(self) -> tuple[int, int]:
         """Return the descriptors that become readable when poll() has something to return."""
-        return self.exporter.fileno(), self._done
+        return self.exporter.fileno(), self._done.fileno()
 
     def poll(self, now_ns: int) -> Sequence[Event]:
         """Return what has happened since the last call."""
@@ -336,10 +324,7 @@ class Transfers:
         events: list[Event] = []
         for event in self.exporter.poll(now_ns):
             events += self._on(event)
-        if self._to_read:
-            self._to_read = False
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._done)
+        self._done.heard()
         for done in self._runner.poll():
             if isinstance(done, _Allocated):
                 self._allocated(done)
@@ -492,7 +477,7 @@ class Transfers:
         """End the process and the threads, and free the landing slots."""
         self.exporter.close()
         self._runner.close()
-        os.close(self._done)
+        self._done.close()
         memories: list[object] = [landing.unmade() for landing in self._landings.values()]
         memories += [done.memory for done in self._runner.poll() if isinstance(done, _Allocated)]
         for memory in (*memories, *self._leaving.values()):

@@ -183,6 +183,7 @@ class Server:
         self.store.plugins, self.store.bucket = self._plugins, self._bucket
         if self._bucket is not None:
             self.store.namespaces.budgets[OBJECT] = self._bucket.budget
+            self._selector.register(self._bucket, selectors.EVENT_READ, self._bucket)
         sessions = self.store.sessions
         self.health = Health(self.store.tier_states, systemd, lambda: sessions.refuses)
         self.store.not_ready = self.health.not_ready
@@ -385,6 +386,9 @@ class Server:
         for key, events in ready:
             if key.data is self._peers and key.data is not None:
                 self._peers_ns = 0
+                continue
+            if key.data is self._bucket and key.data is not None:
+                key.data.ended.heard()
                 continue
             came: _Connection | None = key.data
             if came is None:

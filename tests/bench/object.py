@@ -9,8 +9,8 @@ client alone puts bytes that are there, and copies what it reads nowhere.
 from __future__ import annotations
 
 import os
+import select
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -33,7 +33,6 @@ from tiers.object.tier import ObjectTier
 PAIRS = 5
 GETS = 8  # the default of `threads`
 PUTS = GETS // 2
-TICK_S = 0.001  # the store's, while something is under way
 NAMES = {JobKind.LOAD: "get", JobKind.STORE: "put"}
 Passes = dict[JobKind, Moved]
 
@@ -109,7 +108,8 @@ class Ours:
             self._tier.submit(TransferJob(JobId(self._job), kind, keys, tuple(map(Slot, numbers))))
             opened += 1
         while opened:
-            time.sleep(TICK_S)
+            select.select([self._bucket], [], [])
+            self._bucket.ended.heard()
             for result in self._tier.poll():
                 opened -= 1
                 if result.error is not None:

@@ -1,6 +1,7 @@
 """The bucket of a store: requests on threads, each with a deadline, and what they cost.
 
-All namespaces share it. Its loop's thread submits requests and takes their ends with poll().
+All namespaces share it. Its loop's thread submits requests and takes their ends with poll(), once
+`ended` has woken it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvstore.core.write_budget import WriteBudget
 from kvstore.units import one_line
 from tiers.object.health import CORRUPT, GET, HEAD, MISSING, OK, PUT, REFUSED, Health
 from tiers.runner import Runner
+from tiers.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Config
@@ -113,6 +115,7 @@ class Bucket:
         self.timeout_s = config.timeout_ns / 1e9
         self.health = Health(config.url)
         self.budget = WriteBudget(config.write_budget_bytes)
+        self.ended = Wakeup()  # requests have
         self.counts: Counter[str] = Counter()  # of requests, by verb and outcome; may be emptied
         self._requests = WriteBudget(config.requests, _SECOND_NS)  # of so many a "day"
         self._requests.left_bytes = config.requests
@@ -123,11 +126,15 @@ class Bucket:
         self.put_threads = max(1, config.threads // 2)
         lanes = {HEAD: LOOK_THREADS, GET: config.threads, PUT: self.put_threads}
         self._lanes = {
-            verb: Runner(f"kvstore-{verb}", self._run, _failed, threads)
+            verb: Runner(f"kvstore-{verb}", self._run, _failed, threads, self.ended.wake)
             for verb, threads in lanes.items()
         }
 
     # On the loop's thread
+
+    def fileno(self) -> int:
+        """Return the descriptor of `ended`, for a selector."""
+        return self.ended.fileno()
 
     def submit(self, request: Request) -> None:
         """Start a request, behind those of its kind."""
@@ -174,6 +181,7 @@ class Bucket:
         self._closed = True
         for lane in self._lanes.values():
             lane.close()
+        self.ended.close()
 
     # On threads
 
