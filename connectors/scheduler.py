@@ -163,6 +163,8 @@ class SchedulerHalf:
             tracked.late = self._late is not None and not policy.kv_pin
         self._lookups.ask(tracked)
         self._lookups.pin(tracked)
+        if len(self._requests) == 1:  # the store looks while an idle engine gets ready for it
+            self._client.send_step()
 
     def limits_refused(self) -> None:
         """Count a request whose limits are wrong."""
@@ -339,7 +341,8 @@ class SchedulerHalf:
         self._client.send_step()
         if self._lookups.pace is not None:
             self._lookups.pace.began(step.scheduled.values())
-        return StepMeta(early, stores, self._loads.take_jobs(), tuple(flush), idle, sent)
+        loads = self._loads.take_jobs()
+        return StepMeta(early, stores, loads, tuple(flush), idle, sent, not step.rewrites)
 
     def _store_complete(self, request_id: str, tokens: int, step: Step) -> None:
         tracked = self._requests.get(request_id)
