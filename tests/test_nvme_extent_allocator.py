@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -191,7 +190,7 @@ def test_a_file_system_that_refuses_an_extent_its_room_is_full_and_not_at_fault(
         assert found.tier.space.counts["evicted"]
         assert len(list(folder.glob("*.extent"))) == len(found.tier.space.extents)
         monkeypatch.undo()
-        found.disk.attached.room._full_until_s = time.monotonic()
+        found.disk.attached.room._full_until_s = clock.now_s()
         before = len(found.tier.space.extents)
         found.fill(20)
         assert len(found.tier.space.extents) > before
