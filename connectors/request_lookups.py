@@ -27,8 +27,8 @@ IDLE_WAIT_S = 0.001
 BUSY_WAIT_S = 0.0002
 TIMEOUTS_IN_A_ROW_MAX = 3
 ANSWER_LIMIT_NS = 500_000_000  # beyond what the store may defer: it does not answer
-OVERDUE_NS = 250_000_000  # nor in this time: the machine may have stood still, the store with it
-OVERDUE_STEP_NS = 100_000_000  # of that, between two looks: it may stand still again
+OVERDUE_NS = 500_000_000  # nor in this time: the machine may have stood still, the store with it
+OVERDUE_STEP_NS = 200_000_000  # of that, between two looks: it may stand still again
 LOADING_LIMIT_NS = 5_000_000_000  # waiting for another request's load, or for room for a lease
 FAILURES_MAX = 2  # after a failed load other copies are tried once, then it is computed
 
@@ -320,7 +320,7 @@ class RequestLookups:
             self.drop(tracked)
             tracked.phase, tracked.failures = Phase.RUNNING, FAILURES_MAX
             self.queue.remove(tracked)
-            if silent:
+            if silent or tracked.overdue_ns:  # of long steps few are taken in the whole time
                 self._client.detach("no answer in time")
             return 0
         self._client.count("deferred_steps")

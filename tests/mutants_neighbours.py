@@ -48,6 +48,11 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "return True",
         ),
         (
+            "scheduler_half -k engine_of_long_steps",
+            "if silent or tracked.overdue_ns:  # of",
+            "if silent:  # of",
+        ),
+        (
             "scheduler_half -k store_that_does_not_answer",
             "return tracked.overdue_ns > OVERDUE_NS",
             "return False",

@@ -250,6 +250,20 @@ def test_O8_a_store_that_does_not_answer_is_given_up() -> None:
     assert stats["deferred_steps"] == 1 + steps
 
 
+def test_O8_an_engine_of_long_steps_gives_up_a_store_that_does_not_answer() -> None:
+    """It looks a few times only in which a request may wait, and would wait with each request."""
+    script, request = waiting()
+    assert script.matched(request) == (None, False)
+    for _ in range(2):
+        script.step()
+        script.now_ns += LOADING_LIMIT_NS * 2 // 5
+        assert script.matched(request) == (None, False)
+    script.step()
+    script.now_ns += LOADING_LIMIT_NS * 2 // 5
+    assert script.matched(request) == (0, False)
+    assert not script.client.session
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_O8_a_store_is_not_given_up_because_the_machine_stood_still(times: int) -> None:
     """Its answer comes when both run again: an idle engine's steps are short."""
