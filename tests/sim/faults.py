@@ -88,12 +88,6 @@ def _freeze(world: World, _: Host, rng: random.Random) -> bool:
     return world.net.store is not None
 
 
-def _jump(world: World, _: Host, rng: random.Random) -> bool:
-    """All processes stand still for some time, as on a machine that was suspended."""
-    world.net.now += rng.choice((200, 1_500, 6_000, 31_000)) * MS
-    return True
-
-
 def _delay(world: World, _: Host, rng: random.Random) -> bool:
     world.net.slow_until = world.net.now + rng.choice((50, 1_000)) * MS
     return True
@@ -198,7 +192,6 @@ FAULTS: dict[str, Callable[[World, Host, random.Random], bool]] = {
     "kill": _kill,
     "down": _down,
     "freeze": _freeze,
-    "jump": _jump,
     "delay": _delay,
     "worker": _worker,
     "stall": _stall,
