@@ -27,7 +27,8 @@ IDLE_WAIT_S = 0.001
 BUSY_WAIT_S = 0.0002
 TIMEOUTS_IN_A_ROW_MAX = 3
 ANSWER_LIMIT_NS = 500_000_000  # beyond what the store may defer: it does not answer
-OVERDUE_LOOKS = 8  # and has had time to: not only this process, or the whole machine, stood still
+OVERDUE_NS = 500_000_000  # nor in this time: the machine may have stood still, the store with it
+OVERDUE_STEP_NS = 200_000_000  # of that, between two looks: it may stand still again
 LOADING_LIMIT_NS = 5_000_000_000  # waiting for another request's load, or for room for a lease
 FAILURES_MAX = 2  # after a failed load other copies are tried once, then it is computed
 
@@ -160,7 +161,8 @@ class RequestLookups:
             block_ns=None if self.pace is None else self.pace.block_ns(self._geometry.block_tokens),
             again=failed or tracked.query is not NO_QUERY,
         )
-        tracked.ask, tracked.overdue = self._client.ask(lookup), 0
+        tracked.ask = self._client.ask(lookup)
+        tracked.overdue_ns = tracked.overdue_at_ns = 0
         if tracked.ask:
             self._asking[tracked.ask] = tracked
             tracked.phase, tracked.query = Phase.ASKED, query
@@ -310,8 +312,7 @@ class RequestLookups:
             self._client.count("deferred")
         tracked.deferred_step = self._step
         limit_ns = ANSWER_LIMIT_NS + self._client.defer_ms * 1_000_000
-        tracked.overdue += self._client.unanswered_ns(tracked.ask) > limit_ns
-        silent = tracked.overdue > OVERDUE_LOOKS
+        silent = self._client.unanswered_ns(tracked.ask) > limit_ns and self._stays(tracked, now)
         since_ns = self.queue.stuck_ns(now) if tracked.capped else tracked.deferred_ns
         if silent or now - since_ns > max(LOADING_LIMIT_NS, limit_ns):
             self._client.count("timed_out")
@@ -319,11 +320,19 @@ class RequestLookups:
             self.drop(tracked)
             tracked.phase, tracked.failures = Phase.RUNNING, FAILURES_MAX
             self.queue.remove(tracked)
-            if silent:
+            if silent or tracked.overdue_ns:  # of long steps few are taken in the whole time
                 self._client.detach("no answer in time")
             return 0
         self._client.count("deferred_steps")
         return None
+
+    @staticmethod
+    def _stays(tracked: TrackedRequest, now_ns: int) -> bool:
+        """Look at a request whose answer is overdue: tell whether it has been for a while."""
+        since_ns = tracked.overdue_at_ns or now_ns
+        tracked.overdue_ns += min(now_ns - since_ns, OVERDUE_STEP_NS)
+        tracked.overdue_at_ns = now_ns
+        return tracked.overdue_ns > OVERDUE_NS
 
     def drop(self, tracked: TrackedRequest) -> None:
         """Give up a request's lookup, if it has one, and its answer."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,6 +25,7 @@ from connectors.copies.host import Device, LayerCache, MappedExtent, device_of
 from connectors.step_meta import LoadJob, StepMeta, StoreJob
 from connectors.store_connection import Attacher, Link, LinkLost
 from connectors.worker_copies import Copies, LoadTask, Session
+from kvstore import clock
 from kvstore.core.errors import KVStoreError, NotSupported, TierError, TierFull
 from kvstore.core.layout import RankGeometry, RankLayout
 from kvstore.wire import engine as p
@@ -254,7 +254,7 @@ class WorkerHalf:
             elif isinstance(message, p.Coming):
                 deadline = session.deadlines.get(message.lease)
                 if deadline is not None:
-                    deadline.on_coming(message, monotonic_ns())
+                    deadline.on_coming(message, clock.now_ns())
             elif isinstance(message, _FETCH_MESSAGES) and direct is not None:
                 direct.receive(message)
             elif isinstance(message, p.Detach):

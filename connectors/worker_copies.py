@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,6 +22,7 @@ from connectors.copies.host import Copier, Copying, Device, SlotMap
 from connectors.load_progress import LoadDeadline, SlotLoad
 from connectors.step_meta import LoadJob, Moves, StoreJob, pieces
 from connectors.store_connection import Link, LinkLost
+from kvstore import clock
 from kvstore.core.errors import TierError
 from kvstore.units import shown
 from kvstore.wire import engine as p
@@ -175,7 +175,7 @@ class Copies:
 
     def _load(self, task: LoadTask) -> bool:
         """Copy what is ready; False while slots are still being filled, or copied."""
-        job, session, now_ns = task.job, self.session, monotonic_ns()
+        job, session, now_ns = task.job, self.session, clock.now_ns()
         self._idle_loads.discard(job.request_id)
         if session is None or job.session != session.number:
             return self._abandon(task, now_ns)

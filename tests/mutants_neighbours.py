@@ -7,6 +7,30 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/core/manager.py": (
         ("policies -k hang_below_again", "Index(self.index.covered)", "Index()"),
     ),
+    "kvstore/clock.py": (
+        ("clock -k O20", "min(read_ns - self._read_ns, MOMENT_NS)", "read_ns - self._read_ns"),
+    ),
+    "kvstore/store/endings.py": (
+        (
+            "endings -k machine_stood_still",
+            "done, now_s = [], clock.now_s()",
+            "done, now_s = [], clock.now_ns._read() / 1e9",
+        ),
+    ),
+    "tiers/nvme/disk.py": (
+        (
+            "clock -k does_not_hang",
+            "now_s = clock.now_s()\n        under_way",
+            "now_s = clock.now_ns._read() / 1e9\n        under_way",
+        ),
+    ),
+    "connectors/worker_copies.py": (
+        (
+            "long_loads -k machine_stood_still",
+            "self.session, clock.now_ns()",
+            "self.session, clock.now_ns._read()",
+        ),
+    ),
     "connectors/request_lookups.py": (
         (
             "lease_queue -k hears_of_the_cap",
@@ -15,13 +39,23 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         (
             "scheduler_half -k machine_stood_still",
-            "tracked.overdue > OVERDUE_LOOKS",
-            "tracked.overdue > 0",
+            "min(now_ns - since_ns, OVERDUE_STEP_NS)",
+            "now_ns - since_ns",
+        ),
+        (
+            "scheduler_half -k machine_stood_still",
+            "return tracked.overdue_ns > OVERDUE_NS",
+            "return True",
+        ),
+        (
+            "scheduler_half -k engine_of_long_steps",
+            "if silent or tracked.overdue_ns:  # of",
+            "if silent:  # of",
         ),
         (
             "scheduler_half -k store_that_does_not_answer",
-            "tracked.overdue > OVERDUE_LOOKS",
-            "False",
+            "return tracked.overdue_ns > OVERDUE_NS",
+            "return False",
         ),
         ("lease_queue -k asks_again_says_so", " or tracked.query is not NO_QUERY", ""),
         ("lease_queue -k comes_later", "late and grant.lease and", "False and"),
@@ -190,11 +224,16 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/store/server.py": (
         (
+            "clock -k O20",
+            "now_ns = clock.now_ns()\n        if now_ns",
+            "now_ns = clock.now_ns._read()\n        if now_ns",
+        ),
+        (
             "local_limits -k S2_connections_that_say",
             "self._drop_silent()\n                self",
             "self",
         ),
-        ("local_limits -k S2_who_asks", "if time.monotonic() > until_s:", "if False:"),
+        ("local_limits -k S2_who_asks", "if clock.now_s() > until_s:", "if False:"),
         ("reload -k Q20_many", "elif self._reloading:", "elif False:"),
         ("reload -k Q20_many", "            self._reload(*waiting)", "            pass"),
     ),

@@ -13,6 +13,7 @@ import pytest
 
 from kvstore.store import endings
 from tests.harness.live import LiveStore, eventually, store_settings
+from tests.harness.standstill import machine
 
 DYING = """
 import os
@@ -74,6 +75,25 @@ def test_O23_slots_of_a_killed_worker_are_free_when_its_process_has_ended(
         assert session.granted
         process.kill()
         eventually(lambda: "dying" not in sessions)
+
+
+def test_O23_a_killed_worker_is_waited_for_although_the_machine_stood_still(
+    tmp_path: Path,
+) -> None:
+    """Its process stood still, too: its end is as near as it was before."""
+    with (
+        machine() as running,
+        LiveStore(store_settings(tmp_path)) as store,
+        dying(store) as process,
+    ):
+        session = store.server.store.sessions["dying"]
+        eventually(lambda: not session.workers)
+        running.stands_still()
+        time.sleep(0.5)
+        assert store.server.store.sessions["dying"] is session
+        assert session.granted
+        process.kill()
+        eventually(lambda: "dying" not in store.server.store.sessions)
 
 
 @pytest.mark.parametrize("how", ["goodbye", "turned away, goodbye"])

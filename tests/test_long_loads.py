@@ -27,6 +27,7 @@ from tests.harness.handover_nodes import exporter_of
 from tests.harness.handover_rig import HANDED, Node, node, prompt
 from tests.harness.live import LiveStore, eventually
 from tests.harness.patience import WAIT_S
+from tests.harness.standstill import machine
 from tests.reference import Group, Shape
 
 SHAPE = Shape((Group(4),), 8, 1200, budget=4000)
@@ -201,6 +202,21 @@ def test_P2_P7_B15_a_prefill_of_ten_seconds_is_waited_for_with_all_settings_as_t
     tmp_path: Path, push: bool
 ) -> None:
     assert long_prefill(tmp_path / "n", "", 10, push=push, module="kvstore.cli") > 9
+
+
+def test_B15_a_load_is_not_given_up_because_the_machine_stood_still(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it waits for stood still, too, and comes a moment later."""
+    text, waits = prompt("stood still", TOKENS), 'promote = "2s"\n'
+    with machine() as running, pair(tmp_path, waits) as (left, _, prefill, decode):
+        with Computing(prefill, left, text, 1.0) as params:
+            half = threading.Timer(0.5, running.stands_still)
+            half.start()
+            loaded = decode.run({"d": text}, 3, {"d": params})
+            half.join()
+        assert loaded == {"d": WHOLE}
+        assert not given_up(caplog)
 
 
 MUCH_S = 30.0  # more than a busy machine takes, less than a limit that a test has not set

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from kvstore import clock
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import TierFull
 from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
@@ -135,7 +135,7 @@ def test_a_smaller_cap_in_any_state_holds_in_the_end(
             lose(found)
             away(found)
         elif state == "read_only":
-            found.disk.health.only_reads("for the test", time.monotonic())
+            found.disk.health.only_reads("for the test", clock.now_s())
         found.disk.resize(8 * MIB)
         if state == "off":
             let_back(found)
@@ -190,7 +190,7 @@ def test_a_file_system_that_refuses_an_extent_its_room_is_full_and_not_at_fault(
         assert found.tier.space.counts["evicted"]
         assert len(list(folder.glob("*.extent"))) == len(found.tier.space.extents)
         monkeypatch.undo()
-        found.disk.attached.room._full_until_s = time.monotonic()
+        found.disk.attached.room._full_until_s = clock.now_s()
         before = len(found.tier.space.extents)
         found.fill(20)
         assert len(found.tier.space.extents) > before
@@ -254,13 +254,13 @@ def test_a_disk_that_takes_no_writes_does_not_ask_to_be_polled_for_a_commit(fold
     with shelf(settings) as found:
         found.put(1, 0, 1)
         found.settle()
-        found.disk.health.only_reads("for the test", time.monotonic() + 1000.0)
+        found.disk.health.only_reads("for the test", clock.now_s() + 1000.0)
         found.tier.discard([key(1, 0)])
         wait(found, lambda: not found.disk.busy)
         found.disk.poll()
         assert found.disk.attached.commits.pending
         assert found.disk.next_s > 100.0
-        found.disk.health.back(time.monotonic())
+        found.disk.health.back(clock.now_s())
 
 
 def test_Q65_a_namespace_is_full_once_no_extent_and_few_slots_are_left(folder: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvstore import clock
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.types import LookupResult
@@ -310,7 +311,7 @@ def test_the_stores_thread_never_calls_the_file_system(
                 found.put(chain, 0, 30)
             with moved_away(found, folder):
                 pass
-            found.disk.health.write_failed("a write", OSError(5, "for the test"), time.monotonic())
+            found.disk.health.write_failed("a write", OSError(5, "for the test"), clock.now_s())
             wait_for(found, "ok")
             assert found.put(99, 0, 5).done == 5
             found.settle()
@@ -504,7 +505,7 @@ def test_O17_what_is_written_is_committed_as_a_disk_ends_that_takes_no_writes(
         found.settle()
         monkeypatch.setattr(NvmeDisk, "flush", NvmeDisk.poll)  # commits are in no hurry
         assert found.put(1, 5, 20).done == 15
-        found.disk.health.only_reads("for the test", time.monotonic())
+        found.disk.health.only_reads("for the test", clock.now_s())
         began_s = time.monotonic()
         found.tier.close()
         found.disk.close()

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import obstore
 import pytest
 
+from kvstore import clock
 from kvstore.config import ObjectConfig, parse
 from kvstore.core.copy_queue import RunQueue
 from kvstore.core.errors import BlockCorrupt, TierIOError
@@ -120,7 +121,7 @@ class Rig:
         for at in range(0, blocks, 4):
             keys = path.keys_at(0, range(at, at + 4))
             run = Run(self.tier._form.name_of(keys[-1]), keys)
-            self.tier._known.there(run, time.monotonic_ns())
+            self.tier._known.there(run, clock.now_ns())
 
     def job(self, kind: JobKind, keys: Sequence[BlockKey], first: int = 0) -> JobResult:
         """Do a job with the slots from `first` on."""
@@ -133,9 +134,9 @@ class Rig:
 
     def put(self, path: Chain, blocks: int, rules: Sequence[GroupRule] = FULL) -> int:
         """Have a path used, and store what the tier wants of it; return how many runs that was."""
-        self.tier.use(rules, path, blocks, time.monotonic_ns())
+        self.tier.use(rules, path, blocks, clock.now_ns())
         count = 0
-        while keys := self.tier.offered(time.monotonic_ns(), all_here):
+        while keys := self.tier.offered(clock.now_ns(), all_here):
             for at, name in enumerate(keys):
                 self.memory.view(Slot(at))[:] = content(name)
             assert self.job(JobKind.STORE, keys).error is None
@@ -144,7 +145,7 @@ class Rig:
 
     def search(self, path: Chain, blocks: int, first: int = 0) -> int:
         """Look a path up; return how many blocks from the first on are hits."""
-        self.tier.search(FULL, path, first, blocks, time.monotonic_ns())
+        self.tier.search(FULL, path, first, blocks, clock.now_ns())
         self.until(lambda: self.tier.lookup(path.key(0, first)) is not RETRY)
         result, count = self.tier.leading(path.keys_at(0, range(first, blocks)), 0)
         return count if result is HIT else 0
@@ -251,7 +252,7 @@ def test_Q70_groups_that_need_the_end_only(s3: S3Server) -> None:
     path = chain(16, groups=3)
     with Rig(s3.endpoint) as first, Rig(s3.endpoint) as second:
         assert first.put(path, 13, rules) == 9
-        second.tier.search(rules, path, 0, 16, time.monotonic_ns())
+        second.tier.search(rules, path, 0, 16, clock.now_ns())
         second.until(lambda: second.tier.lookup(path.key(1, 0)) is not RETRY)
         for group, hits in enumerate(([9, 10, 11], range(12), [11])):
             found = [at for at in range(16) if second.tier.lookup(path.key(group, at)) is HIT]
@@ -524,9 +525,9 @@ def test_Q73_refused_puts_make_the_tier_read_only_until_one_succeeds(
         other.put(here, 8)
         rig.know(here, 8)
         proxy.always(fault, "PUT")
-        rig.tier.use(FULL, path, 32, time.monotonic_ns())
+        rig.tier.use(FULL, path, 32, clock.now_ns())
         tried = 0
-        while keys := rig.tier.offered(time.monotonic_ns(), all_here):
+        while keys := rig.tier.offered(clock.now_ns(), all_here):
             assert rig.job(JobKind.STORE, keys).done == 0
             tried += 1
         assert tried == (1 if fault in ("refuse", "quota", "gone") else 3)
@@ -537,8 +538,8 @@ def test_Q73_refused_puts_make_the_tier_read_only_until_one_succeeds(
         rig.bucket.health.writes._retry_at_s = 0.0
 
         def back() -> bool:
-            rig.tier.use(FULL, path, 32, time.monotonic_ns())
-            while keys := rig.tier.offered(time.monotonic_ns(), all_here):
+            rig.tier.use(FULL, path, 32, clock.now_ns())
+            while keys := rig.tier.offered(clock.now_ns(), all_here):
                 rig.job(JobKind.STORE, keys)
             return rig.bucket.health.state == "ok"
 
@@ -569,15 +570,15 @@ def test_Q73_no_trial_is_spent_on_what_has_left_memory(
         proxy.always("refuse", "PUT")
         assert rig.job(JobKind.STORE, chain(4, "first").keys_at(0, range(4))).done == 0
         proxy.always("")
-        rig.tier.use(FULL, gone, 32, time.monotonic_ns())
-        rig.tier.use(FULL, path, 4, time.monotonic_ns())
+        rig.tier.use(FULL, gone, 32, clock.now_ns())
+        rig.tier.use(FULL, path, 4, clock.now_ns())
         left, asked = set(gone.keys(0, 32)), []
 
         def in_memory(keys: Sequence[BlockKey]) -> bool:
             asked.append(keys)
             return left.isdisjoint(keys)
 
-        keys = rig.tier.offered(time.monotonic_ns(), in_memory)
+        keys = rig.tier.offered(clock.now_ns(), in_memory)
         assert list(keys) == path.keys(0, 4)
         assert len(asked) == 9
         assert rig.tier.waiting == 0
@@ -647,7 +648,7 @@ def test_Q74_questions_to_a_slow_bucket_are_bounded_and_end_with_their_search(
         assert rig.search(chain(4, "first"), 4) == 0
         proxy.slow_s = WAIT_S
         for number in range(20):  # of two questions each
-            rig.tier.search(FULL, chain(8, f"q{number}"), 0, 8, time.monotonic_ns())
+            rig.tier.search(FULL, chain(8, f"q{number}"), 0, 8, clock.now_ns())
         threads, limit = of_bucket.LOOK_THREADS, of_bucket.LOOKS_MIN
         assert rig.bucket.counts["head_unsent"] == 40 - limit
         rig.eventually(lambda: proxy.seen["HEAD"] == 1 + threads)
@@ -661,11 +662,11 @@ def test_Q74_what_waits_is_bounded(s3: S3Server, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(of_tier, "QUEUE_MAX", 5)
     monkeypatch.setattr(of_tier, "SEARCHES_MAX", 2)
     with Rig(s3.endpoint) as rig:
-        assert rig.tier.use(FULL, chain(32), 32, time.monotonic_ns()) == 12
-        assert rig.tier.use(FULL, chain(32), 32, time.monotonic_ns()) == 12  # none twice
+        assert rig.tier.use(FULL, chain(32), 32, clock.now_ns()) == 12
+        assert rig.tier.use(FULL, chain(32), 32, clock.now_ns()) == 12  # none twice
         assert rig.tier.waiting == 20
         for number in range(4):
-            rig.tier.search(FULL, chain(8, f"q{number}"), 0, 8, time.monotonic_ns())
+            rig.tier.search(FULL, chain(8, f"q{number}"), 0, 8, clock.now_ns())
         waits = [rig.tier.lookup(chain(8, f"q{number}").key(0, 0)) for number in range(4)]
         assert waits.count(RETRY) <= 2
 
@@ -678,7 +679,7 @@ def test_Q74_a_turn_of_the_store_names_a_bounded_part_of_a_long_path(
     path = chain(120)
     with Rig(s3.endpoint) as first, Rig(s3.endpoint) as rig:
         assert [first.put(path, 120) for _ in range(9)] == [4] * 7 + [2, 0]
-        rig.tier.search(FULL, path, 0, 120, time.monotonic_ns())
+        rig.tier.search(FULL, path, 0, 120, clock.now_ns())
         grown, before = [0], 0
 
         def over() -> bool:
@@ -699,7 +700,7 @@ def test_Q74_a_use_names_no_run_that_is_known_to_be_there() -> None:
     with Rig("http://127.0.0.1:1", secret=SECRET) as rig:
         rig.know(path, 56)
         rig.tier._form.name_of = named = Mock(wraps=rig.tier._form.name_of)  # type: ignore[method-assign]
-        assert rig.tier.use(FULL, path, 64, time.monotonic_ns()) == 0
+        assert rig.tier.use(FULL, path, 64, clock.now_ns()) == 0
         assert [rig.tier.waiting, named.call_count] == [8, 2]
 
 

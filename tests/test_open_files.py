@@ -10,14 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from kvstore import check, config
+from kvstore import check, clock, config
 from kvstore.check import Level
 from kvstore.core.errors import ConfigError
 from kvstore.open_files import DISK_PART, MEMORY_PART, extents_max, files_max
@@ -145,7 +144,7 @@ def test_a_disk_is_full_while_no_file_can_be_opened_and_not_at_fault(
             assert len(found.tier.space.extents) == 1
         room = found.disk.attached.room
         assert not room.stuck
-        room._full_until_s = time.monotonic()
+        room._full_until_s = clock.now_s()
         found.fill(20)
         wait(found, lambda: len(found.tier.space.extents) > 1)
 

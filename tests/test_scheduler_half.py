@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from connectors.engine_interface import Geometry
-from connectors.request_lookups import ANSWER_LIMIT_NS, LOADING_LIMIT_NS, OVERDUE_LOOKS
+from connectors.request_lookups import (
+    ANSWER_LIMIT_NS,
+    LOADING_LIMIT_NS,
+    OVERDUE_NS,
+    OVERDUE_STEP_NS,
+)
 from connectors.scheduler import REFUSED_MAX
 from connectors.step_meta import pieces
 from kvstore.core.layout import Move
@@ -246,23 +251,46 @@ def test_O8_a_store_that_does_not_answer_is_given_up() -> None:
     script, request = waiting()
     assert script.matched(request) == (None, False)
     script.now_ns += ANSWER_LIMIT_NS + 101 * MS  # the store may defer for 100 ms
-    for _ in range(OVERDUE_LOOKS):  # the engine may have stood still as well
+    steps = OVERDUE_NS // OVERDUE_STEP_NS + 1
+    for _ in range(steps):  # the engine may have stood still as well
         assert script.matched(request) == (None, False)
         script.step()
+        script.now_ns += OVERDUE_STEP_NS
     assert script.matched(request) == (0, False)
     assert not script.client.session
     stats = script.half.take_stats()
     assert (stats["deferred"], stats["timed_out"]) == (1, 1)
-    assert stats["deferred_steps"] == 1 + OVERDUE_LOOKS
+    assert stats["deferred_steps"] == 1 + steps
 
 
-def test_O8_a_store_is_not_given_up_because_the_machine_stood_still() -> None:
-    """Its answer comes when both run again."""
+def test_O8_an_engine_of_long_steps_gives_up_a_store_that_does_not_answer() -> None:
+    """It looks a few times only in which a request may wait, and would wait with each request."""
+    script, request = waiting()
+    assert script.matched(request) == (None, False)
+    for _ in range(2):
+        script.step()
+        script.now_ns += LOADING_LIMIT_NS * 2 // 5
+        assert script.matched(request) == (None, False)
+    script.step()
+    script.now_ns += LOADING_LIMIT_NS * 2 // 5
+    assert script.matched(request) == (0, False)
+    assert not script.client.session
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_O8_a_store_is_not_given_up_because_the_machine_stood_still(times: int) -> None:
+    """Its answer comes when both run again: an idle engine's steps are short."""
     script, request = waiting()
     assert script.matched(request) == (None, False)
     (lookup,) = script.lookups()
-    script.now_ns += 10 * ANSWER_LIMIT_NS
-    assert script.matched(request) == (None, False)
+    for _ in range(times):
+        script.now_ns += 4 * ANSWER_LIMIT_NS
+        assert script.matched(request) == (None, False)
+        script.step()
+    for _ in range(50):
+        script.now_ns += MS
+        assert script.matched(request) == (None, False)
+        script.step()
     script.answer(lookup.ask, [0, 1], lease_ms=60_000)
     assert script.matched(request) == (32, True)
     assert script.client.session

@@ -15,10 +15,10 @@ from __future__ import annotations
 import logging
 import resource
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable
 
+from kvstore import clock
 from kvstore.barrier import Barrier
 from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.handover.cluster_key import ClusterKey
@@ -75,7 +75,7 @@ class Channel:
         self._names = NameLookups()
         self._ready: set[int] = set()  # they can go on, though epoll may not tell
         self._last = 0  # the connection that was read last
-        self._now_ns = time.monotonic_ns()
+        self._now_ns = clock.now_ns()
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._lines_max = max(4, min(2 * CAME_MAX, soft // 2))
         self._said = RateLog(log)
@@ -99,7 +99,7 @@ class Channel:
 
     def connect(self, address: str) -> int:
         """Begin to connect to a peer; return its number."""
-        line = self.lines.add(time.monotonic_ns() + GREETING_NS, came=False)
+        line = self.lines.add(clock.now_ns() + GREETING_NS, came=False)
         try:
             host, port = may_dial(address, open_to_all=self._key is not None)
             line.addresses.extend(self._names.find(line.number, host, port))
@@ -123,7 +123,7 @@ class Channel:
     def _dial(self, line: Line, why: str = "no address") -> None:
         """Connect to a line's next address; why: what came of the one before."""
         while line.addresses:
-            line.due_ns = time.monotonic_ns() + GREETING_NS // len(line.addresses)
+            line.due_ns = clock.now_ns() + GREETING_NS // len(line.addresses)
             self.lines.hang_up(line)
             try:
                 line.dial()
@@ -140,10 +140,10 @@ class Channel:
         self._ready.add(line.number)
 
     def _accept(self, listener: Listener, now_ns: int) -> None:
-        until_ns = time.monotonic_ns() + READ_NS
+        until_ns = clock.now_ns() + READ_NS
         for _ in range(_ACCEPTS):
             room = len(self.lines.all) < self._lines_max
-            if not listener.watch(now_ns, room=room) or time.monotonic_ns() > until_ns:
+            if not listener.watch(now_ns, room=room) or clock.now_ns() > until_ns:
                 return
             try:
                 tcp = listener.accept(now_ns)
@@ -167,7 +167,7 @@ class Channel:
         young = [line for line in self.lines.young.values() if line.came]
         if len(young) >= GREETINGS_MAX:
             self._ended(young[0], "others came")
-        line = self.lines.add(time.monotonic_ns() + GREETING_NS, came=True)
+        line = self.lines.add(clock.now_ns() + GREETING_NS, came=True)
         try:
             line.use(tcp)
             self._greet(line)
@@ -209,7 +209,7 @@ class Channel:
             if self._key is None and not may_answer(sock):
                 text = "another user's process listens there, and there is no cluster key"
                 raise OSError(0, text)
-            line.due_ns = time.monotonic_ns() + GREETING_NS
+            line.due_ns = clock.now_ns() + GREETING_NS
             self._greet(line)
         if line.stage == "greeting" and line.agree():
             self._opened(line)
@@ -260,7 +260,7 @@ class Channel:
             self._accept(listener, now_ns)
         ready.discard(_LISTENER)
         self._serve(ready, now_ns)
-        late_ns = time.monotonic_ns()
+        late_ns = clock.now_ns()
         for line in [line for line in self.lines.young.values() if late_ns >= line.due_ns]:
             self._ended(line, "timed out")
         self._keep_bounds()
@@ -268,9 +268,9 @@ class Channel:
 
     def _serve(self, ready: set[int], now_ns: int) -> None:
         """Read what connections say, each in its turn."""
-        until_ns = time.monotonic_ns() + READ_NS
+        until_ns = clock.now_ns() + READ_NS
         for number in sorted(ready, key=lambda number: (number <= self._last, number)):
-            if time.monotonic_ns() > until_ns:
+            if clock.now_ns() > until_ns:
                 self._ready.add(number)
                 continue
             line = self.lines.all.get(number)
@@ -298,13 +298,13 @@ class Channel:
                     self._take(line, body, decode, now_ns)
                     if number not in self.lines.all:
                         return
-                    if time.monotonic_ns() > until_ns:
+                    if clock.now_ns() > until_ns:
                         break
             except ProtocolError as exc:  # where its next message begins is not known
                 self._wrong(line, str(exc))
                 self._lose(line, "connection: it sends no messages")
                 return
-            if read >= READ_BYTES or time.monotonic_ns() > until_ns:
+            if read >= READ_BYTES or clock.now_ns() > until_ns:
                 self._ready.add(number)
                 return
             data = line.receive()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import select
-import time
 
+from kvstore import clock
 from kvstore.store.session import Session
 
 WAIT_S = 10.0  # for the end of one: it may live on, with the connection alone lost
@@ -24,7 +24,7 @@ class Endings:
     def add(self, session: Session, end: int) -> None:
         """Wait for the end of a process; end: its pidfd, which is closed then."""
         waiting = self._waiting.setdefault(session.number, [])
-        waiting.append((session, end, time.monotonic() + WAIT_S))
+        waiting.append((session, end, clock.now_s() + WAIT_S))
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -35,7 +35,7 @@ class Endings:
 
     def take(self) -> list[Session]:
         """Return the sessions whose processes have ended, or were waited for long enough."""
-        done, now_s = [], time.monotonic()
+        done, now_s = [], clock.now_s()
         for number, waiting in list(self._waiting.items()):
             if all(now_s >= until or _has_ended(end) for _, end, until in waiting):
                 done.append(waiting[0][0])

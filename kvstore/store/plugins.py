@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from kvstore import clock
 from kvstore.barrier import Ended
 from kvstore.config import TierConfig
 from kvstore.core import limits
@@ -95,7 +95,7 @@ class Plugin:
         self._ends = {name: end for name, end in self._ends.items() if end.thread.is_alive()}
         name = f"kvstore-end-{self.name}"
         thread = threading.Thread(target=close, name=name, daemon=True)
-        self._ends[namespace] = _End(thread, time.monotonic())
+        self._ends[namespace] = _End(thread, clock.now_s())
         thread.start()
         return thread
 
@@ -107,16 +107,16 @@ class Plugin:
         end = self._ends.get(namespace)
         if end is None or self.off or not end.thread.is_alive():
             return
-        took_s = time.monotonic() - end.began_s
+        took_s = clock.now_s() - end.began_s
         if took_s < CLOSE_LIMIT_S:
             raise NotYet(f"tier {self.name} still closes what it had of this model")
         self._failed("close", TimeoutError(f"it has not ended for {took_s:.0f} s"))
 
     def close(self) -> None:
         """Wait for the ends of its tiers; a moment if it is off."""
-        until_s = time.monotonic() + _CLOSE_S
+        until_s = clock.now_s() + _CLOSE_S
         for end in self._ends.values():
-            while end.thread.is_alive() and not (self.off and time.monotonic() > until_s):
+            while end.thread.is_alive() and not (self.off and clock.now_s() > until_s):
                 end.thread.join(0.1)
 
     def barrier(self, verb: str) -> Ended:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvstore import clock
 from kvstore.barrier import Barrier
 from kvstore.config import Config, ConfigFile, EngineConfig, ObjectConfig, PeerConfig
 from kvstore.core import limits
@@ -89,7 +90,7 @@ class _Connection:
         self.known = False  # it is part of a session
         self.end: int | None = None  # a pidfd of its process, once it is known
         self.refused = False  # it hears why, and is dropped
-        self.heard_s = time.monotonic()  # when something came last
+        self.heard_s = clock.now_s()  # when something came last
         self.parted = False  # nothing more is taken of it, or said: its own end is waited for
         self.last = b""  # that it said then
         self.events = selectors.EVENT_READ
@@ -161,7 +162,7 @@ class Server:
         self._accept_ns = 0  # when connections are taken again, after one that could not be
         self._said = RateLog(log)
         self._strangers: set[int] = set()  # users refused, each of whom is logged once
-        self._lonely_since = time.monotonic()
+        self._lonely_since = clock.now_s()
         cpu = config.cpu
         pool = CpuMemory(cpu.capacity_bytes, cpu.extent_bytes, cpu.numa)
         self._pool = pool
@@ -261,7 +262,7 @@ class Server:
             while not self._stopping:
                 self._turn()
                 if not self._connections and self._linger_s is not None:
-                    self._stopping |= time.monotonic() - self._lonely_since > self._linger_s
+                    self._stopping |= clock.now_s() - self._lonely_since > self._linger_s
             self._shut_down()
         finally:
             endpoint.close()
@@ -344,12 +345,12 @@ class Server:
         busy = self.store.busy or self.store.asked.waits
         timeout = _BUSY_TICK_S if busy else _TICK_S
         disk_s = _TICK_S if disk is None else disk.next_s
-        peers_s = _TICK_S if peers is None else peers.wait_s(time.monotonic_ns())
+        peers_s = _TICK_S if peers is None else peers.wait_s(clock.now_ns())
         ready = self._selector.select(0 if self._more else min(timeout, disk_s, peers_s))
         began_ns = time.monotonic_ns()
         self._receive(ready)
         self._flush()  # engines wait for answers
-        now_ns = time.monotonic_ns()
+        now_ns = clock.now_ns()
         if now_ns >= self._seldom_ns:
             self._seldom_ns = now_ns + SELDOM_NS
             self._accept_again(now_ns)
@@ -357,7 +358,7 @@ class Server:
             self._said.tick()
         if disk is not None and (disk_s <= _BUSY_TICK_S or now_ns >= self._disk_ns):
             disk.poll()
-            self._disk_ns = time.monotonic_ns() + _IDLE_NS
+            self._disk_ns = clock.now_ns() + _IDLE_NS
         peers_due = peers_s <= _BUSY_TICK_S or now_ns >= self._peers_ns
         if peers is not None and (peers_due or peers.busy):
             self._peers_ns = now_ns + _IDLE_NS
@@ -368,7 +369,7 @@ class Server:
         if not ready:  # no message has come
             with self._around_curves:
                 self.store.asked.feed()
-        self.health.turned(now_ns)
+        self.health.turned(time.monotonic_ns())
         if self._gauges_wanted.is_set() and now_ns - self._gauges_ns > _GAUGES_NS:
             self._gauges_ns = now_ns
             self._gauges_wanted.clear()
@@ -437,7 +438,7 @@ class Server:
                 self._said.warn("connections not taken", "a connection cannot be taken: %s", exc)
                 self._drop_silent()
                 self._selector.unregister(self._listener.sock)
-                self._accept_ns = time.monotonic_ns() + _PAUSE_NS
+                self._accept_ns = clock.now_ns() + _PAUSE_NS
             return
         sock.setblocking(False)
         process = peer_process(sock)
@@ -452,7 +453,7 @@ class Server:
 
     def _drop_silent(self) -> None:
         """Descriptors are short: drop who is no engine's part, and has said nothing for a while."""
-        until_s = time.monotonic() - _SILENT_S
+        until_s = clock.now_s() - _SILENT_S
         for connection in list(self._connections.values()):
             if not connection.known and connection.heard_s < until_s:
                 self.store.numbers.add("kvstore_refused", "silent")
@@ -475,19 +476,19 @@ class Server:
         if not data and not more:
             self._drop(connection)
             return
-        until_s = time.monotonic() + self._read_s
-        connection.heard_s = time.monotonic()
+        until_s = clock.now_s() + self._read_s
+        connection.heard_s = clock.now_s()
         if connection.refused or connection.parted:
             connection.last = (connection.last + data)[-len(_GOODBYE) :]
             return
         try:
             for message in connection.decoder.feed(data):
-                self.store.on_message(connection.number, message, time.monotonic_ns())
+                self.store.on_message(connection.number, message, clock.now_ns())
                 if not connection.known and self.store.sessions.of(connection.number):
                     connection.know(self._selector)
                 if connection.refused or connection.outbox.bytes > limits.OUTBOX_BYTES_MAX:
                     break
-                if time.monotonic() > until_s:
+                if clock.now_s() > until_s:
                     self._more[connection.number] = connection
                     break
             if connection.decoder.frames.unfinished_bytes or connection.outbox.bytes > _SMALL_BYTES:
@@ -579,8 +580,8 @@ class Server:
         if connection.end is not None:
             self._selector.unregister(connection.end)
         connection.sock.close()
-        self.store.on_closed(number, time.monotonic_ns(), connection.end)
-        self._lonely_since = time.monotonic()
+        self.store.on_closed(number, clock.now_ns(), connection.end)
+        self._lonely_since = clock.now_s()
 
     def _shut_down(self) -> None:
         """Tell the engines, give them a moment to close on their own, and keep what they stored."""
@@ -591,9 +592,9 @@ class Server:
         self._leave_all_but_engines()
         self._read_s = _CLOSE_S
         self._receive(())
-        deadline = time.monotonic() + _CLOSE_S
+        deadline = clock.now_s() + _CLOSE_S
         self._flush()
-        while self._connections and time.monotonic() < deadline:
+        while self._connections and clock.now_s() < deadline:
             for key, events in self._selector.select(_CLOSE_TICK_S):
                 if events & selectors.EVENT_READ:
                     self._read(key.data)
@@ -616,16 +617,16 @@ class Server:
         """
         namespaces, drain = self.store.namespaces, self.store.drain
         self._await_disk()
-        started = told = kept = time.monotonic()
-        self.store.on_tick(time.monotonic_ns())  # what has failed until now is not queued
+        started = told = kept = clock.now_s()
+        self.store.on_tick(clock.now_ns())  # what has failed until now is not queued
         before, copied, failed = drain.stored(), 0, False
         for _ in drain.look_anew():
             self.health.turned(time.monotonic_ns())
         total = namespaces.queued_blocks
         while namespaces.queued_blocks:
-            self.store.on_tick(time.monotonic_ns())
+            self.store.on_tick(clock.now_ns())
             self.health.turned(time.monotonic_ns())
-            now, stored = time.monotonic(), drain.stored() - before
+            now, stored = clock.now_s(), drain.stored() - before
             kept, copied = (now, stored) if stored > copied else (kept, copied)
             if now - kept >= _FLUSH_S or now - started >= _FLUSH_LIMIT_S:
                 break
@@ -635,7 +636,7 @@ class Server:
                 log.info("copying blocks that only memory has: %s", self.health.copied)
             failed |= self._disk is not None and self._disk.fails
             if failed and not namespaces.queued_blocks and self._await_disk():
-                failed, kept = False, time.monotonic()
+                failed, kept = False, clock.now_s()
                 for _ in drain.look_anew():
                     self.health.turned(time.monotonic_ns())
             time.sleep(_BUSY_TICK_S)
@@ -644,9 +645,9 @@ class Server:
 
     def _await_disk(self) -> bool:
         """Wait for a disk that fails, if it is tried again soon; tell whether none fails now."""
-        until = time.monotonic() + _BACK_S
+        until = clock.now_s() + _BACK_S
         while self._disk is not None and self._disk.fails:
-            now = time.monotonic()
+            now = clock.now_s()
             if now >= until or now + self._disk.retry_s > until:
                 return False
             self._disk.poll()

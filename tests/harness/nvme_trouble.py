@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import pytest
 
+from kvstore import clock
 from tests.harness.nvme_blocks import Shelf
 from tests.harness.patience import WAIT_S
 from tiers.nvme import disk, health
@@ -54,12 +55,12 @@ def moved_away(found: Shelf, folder: Path) -> Iterator[Path]:
 
 def lose(found: Shelf) -> None:
     """Turn it off, until let_back: not for a moment, which a slow machine would miss."""
-    found.disk.health.lost("for the test", time.monotonic() + WAIT_S)
+    found.disk.health.lost("for the test", clock.now_s() + WAIT_S)
 
 
 def let_back(found: Shelf) -> None:
     """Let it try again now."""
-    found.disk.health._retry_at_s = time.monotonic()
+    found.disk.health._retry_at_s = clock.now_s()
 
 
 def open_files(folder: Path) -> list[str]:

@@ -11,12 +11,12 @@ disk.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from kvstore import clock
 from kvstore.core.errors import KVStoreError, TierError
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.health import Pace
@@ -136,7 +136,7 @@ class TaskThread:
 
     def submit(self, work: Callable[[], T], done: Callable[[T | Exception, float], None]) -> None:
         """Do work() on the thread, then done(what it returned or raised, now_s) here, in poll."""
-        self.pace.began(time.monotonic())
+        self.pace.began(clock.now_s())
         self._runner.submit(Task(work, done))
 
     def poll(self, now_s: float) -> None:

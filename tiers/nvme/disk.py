@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from kvstore import clock
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.tenants import Share
@@ -105,7 +106,7 @@ class NvmeDisk:
             f"namespace {space.digest[:12]} has blocks of {space.slot_bytes} bytes, expected"
             f" {slot_bytes}"
         )
-        self.write_failed("reading the index", wrong, time.monotonic())
+        self.write_failed("reading the index", wrong, clock.now_s())
 
     def replace(self, fresh: Attached) -> None:
         """Go on with what was found in the directory, and not with what was known."""
@@ -153,7 +154,7 @@ class NvmeDisk:
     @property
     def retry_s(self) -> float:
         """Seconds until one that fails is tried again."""
-        return self.health.due_at_s - time.monotonic()
+        return self.health.due_at_s - clock.now_s()
 
     @property
     def state(self) -> str:
@@ -173,7 +174,7 @@ class NvmeDisk:
     @property
     def stalled_s(self) -> dict[str, float]:
         """Seconds since the last result of each kind of call, while all of its threads are busy."""
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         return {name: pace.stalled_s(now_s) for name, pace in self._paces.items()}
 
     @property
@@ -194,7 +195,7 @@ class NvmeDisk:
         due_at_s = self.health.due_at_s
         if self.writable:
             due_at_s = min(due_at_s, self.attached.commits.due_at_s)
-        return max(_BUSY_S, due_at_s - time.monotonic())
+        return max(_BUSY_S, due_at_s - clock.now_s())
 
     def resize(self, capacity_bytes: int) -> None:
         """Change the cap; extents that are too much are emptied and given back."""
@@ -214,7 +215,7 @@ class NvmeDisk:
 
     def start(self, run: Run) -> None:
         """Move a run."""
-        (self._writes if run.store else self._reads).began(time.monotonic())
+        (self._writes if run.store else self._reads).began(clock.now_s())
         self._mover.start(run)
 
     def poll(self) -> None:
@@ -231,7 +232,7 @@ class NvmeDisk:
             self._given_up = True
 
     def _poll(self) -> None:
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         under_way = any(pace.open for pace in self._paces.values()) or self.busy
         if now_s < self._idle_until_s and not (under_way or self.attached.visits):
             return
@@ -271,7 +272,7 @@ class NvmeDisk:
         self._sliced = False
         for space in visited:
             while space.step():
-                if time.monotonic() > now_s + SLICES_S:
+                if clock.now_s() > now_s + SLICES_S:
                     self._sliced = True
                     return
 
@@ -328,8 +329,8 @@ class NvmeDisk:
         """
         if self._closed:
             return
-        deadline = time.monotonic() + CLOSE_S
-        while time.monotonic() < deadline and not self._quiet():
+        deadline = clock.now_s() + CLOSE_S
+        while clock.now_s() < deadline and not self._quiet():
             self.flush()
         clean = self._quiet()
         self._closed = True
@@ -339,10 +340,10 @@ class NvmeDisk:
             if self._remount.at_home and not self.attached.loading and not self._given_up:
                 close = self.attached.closing(self.attached.commits.take(clean=clean)[1])
             self.keeper.submit(close, lambda exc, _now_s: ended.append(exc))
-            while (not ended or self._watch.open) and time.monotonic() < deadline + CLOSE_S:
+            while (not ended or self._watch.open) and clock.now_s() < deadline + CLOSE_S:
                 time.sleep(_BUSY_S)
-                self.keeper.poll(time.monotonic())
-                self._watch.poll(time.monotonic())
+                self.keeper.poll(clock.now_s())
+                self._watch.poll(clock.now_s())
         if not ended or self._watch.open:  # the lock goes with the process
             log.error("%s: I/O hangs; the store ends without it", self.attached.directory.path)
             return

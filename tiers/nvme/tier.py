@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvstore import clock
 from kvstore.core.errors import BlockCorrupt, TierError, TierFull, TierIOError
 from kvstore.core.index import State
 from kvstore.core.tier import TierContext, TokenRow, TokenRows, leading_alike
@@ -174,7 +174,7 @@ class NvmeTier:
             return TokenRows((), mark, last=True)
         if space.loading is not None:
             return None
-        now_s, pages = time.monotonic(), self._token_pages
+        now_s, pages = clock.now_s(), self._token_pages
         # Engines that attach together share a page; an engine may leave before it takes its page.
         for old in [at for at, (asked_s, _) in pages.items() if now_s - asked_s > TOKENS_S]:
             del pages[old]
@@ -204,8 +204,8 @@ class NvmeTier:
 
     def drain(self) -> None:
         """Wait until every job has a result; not for ever, should the disk hang."""
-        deadline = time.monotonic() + DRAIN_S
-        while self._open and time.monotonic() < deadline:
+        deadline = clock.now_s() + DRAIN_S
+        while self._open and clock.now_s() < deadline:
             self._disk.poll()
             self._start_stores()
             self._disk.flush()

@@ -14,6 +14,7 @@ from itertools import islice
 
 import msgspec
 
+from kvstore import clock
 from kvstore.core.errors import BlockCorrupt, TierError, TierIOError
 from kvstore.core.tier import TierContext, leading_alike
 from kvstore.core.types import (
@@ -98,7 +99,7 @@ class ObjectTier:
         self._memory, self._bucket = context.memory, bucket
         self._form = Format(context.namespace, context.slot_bytes, bucket.run_bytes, bucket.secret)
         self._known = Known(cleared=bucket.cleared)
-        self._now_ns = time.monotonic_ns()
+        self._now_ns = clock.now_ns()
         self._searches: dict[BlockKey, tuple[Search, int]] = {}  # and until when
         self._fetches: dict[str, _Fetch] = {}
         self._queue: deque[tuple[int, Run]] = deque()  # and not before when
@@ -238,7 +239,7 @@ class ObjectTier:
 
     def poll(self) -> Sequence[JobResult]:
         """Return the jobs that have ended."""
-        self._now_ns = time.monotonic_ns()
+        self._now_ns = clock.now_ns()
         self._bucket.poll(self._now_ns)
         if self._searches:
             self._end_searches()
@@ -267,9 +268,9 @@ class ObjectTier:
 
     def drain(self) -> None:
         """Wait until every job has a result, as long as requests may take."""
-        end_s = time.monotonic() + DRAIN_S
-        while self._open and time.monotonic() < end_s:
-            self._bucket.poll(time.monotonic_ns())
+        end_s = clock.now_s() + DRAIN_S
+        while self._open and clock.now_s() < end_s:
+            self._bucket.poll(clock.now_ns())
             time.sleep(_PAUSE_S)
 
     def close(self) -> None:
