@@ -18,7 +18,6 @@ from tiers.nixl.supervisor import Down
 
 pytestmark = pytest.mark.slow
 
-NOTICED_S = 5.0  # of a peer that is killed
 ALL = 64 * MIB
 
 
@@ -27,14 +26,6 @@ def signalled(side: Side, number: signal.Signals) -> None:
     assert pid is not None
     os.kill(pid, number)
     side.stopped = number == signal.SIGSTOP
-
-
-def killed(side: Side) -> None:
-    """Kill an exporter, and serve it until the next one is there."""
-    signalled(side, signal.SIGKILL)
-    downs = len(side.of(Down))
-    wait(side, lambda: len(side.of(Down)) > downs)
-    assert "SIGKILL" in side.of(Down)[-1].reason
 
 
 def back(side: Side) -> None:
@@ -54,26 +45,6 @@ def settled(*sides: Side) -> None:
 
 def everything(side: Side) -> list[tuple[int, int]]:
     return [(position, position) for position in range(side.count)]
-
-
-def held_up(ours: Side, theirs: Side) -> list[int]:
-    """Start transfers, and stop our exporter in their midst: none of them has ended.
-
-    They take turns, so the last one has chunks to go.
-    """
-    process = psutil.Process(ours.exporter.pid)
-    while True:
-        begun = ours.start(theirs, [(0, 0)])
-        numbers = [ours.start(theirs, everything(ours)) for _ in range(6)]
-        end(ours, begun)
-        signalled(ours, signal.SIGSTOP)
-        while process.status() != psutil.STATUS_STOPPED:
-            time.sleep(0.001)
-        ours.poll()
-        if not set(numbers) & set(ours.ended):
-            return numbers
-        signalled(ours, signal.SIGCONT)
-        end(ours, *numbers)
 
 
 TRANSPORTS = {"cma": None, "tcp": "tcp,self"}
@@ -112,57 +83,6 @@ def trio(shared: tuple[Side, Side, Side]) -> Iterator[tuple[Side, Side, Side]]:
 @pytest.fixture
 def over_tcp(shared: tuple[Side, Side, Side]) -> bool:
     return shared[0].exporter._how[2] is not None
-
-
-def test_a_peer_that_is_killed(trio: tuple[Side, Side, Side]) -> None:
-    """B15: before, during and after a transfer; the same store's next exporter is met afresh."""
-    ours, theirs, other = trio
-    assert end(ours, ours.start(theirs, everything(ours))).error is None  # after: nothing happens
-
-    old = theirs.name
-    numbers = held_up(ours, theirs)
-    signalled(theirs, signal.SIGKILL)
-    wait(theirs, lambda: theirs.of(Down))
-    signalled(ours, signal.SIGCONT)
-    spared = ours.start(other, everything(ours))
-    done = end(ours, *numbers, limit_s=NOTICED_S)
-    assert done.error == "gone", "during"
-    assert "gone" in done.text
-    before = ours.start(theirs, [(0, 0)], name=old)
-    assert end(ours, before, limit_s=NOTICED_S).error == "gone", "before"
-    assert end(ours, spared).error is None, "the others go on"
-
-    wait(ours, lambda: theirs.of(Down) and theirs.ready)
-    assert theirs.name != old
-    ours.exporter.remove_peer(old)
-    ours.meet(theirs)
-    ours.clear()
-    assert end(ours, ours.start(theirs, everything(ours))).error is None
-    for position in range(ours.count):
-        assert ours.memory[LANDING].slot(position) == theirs.memory[EXPORT].slot(position)
-
-
-def test_the_own_process_is_killed(trio: tuple[Side, Side, Side]) -> None:
-    """Extents survive, peers come again, what was open ends once; the name is fresh."""
-    ours, theirs, _ = trio
-    old = ours.name
-    numbers = held_up(ours, theirs)
-    ours.exporter.abandon(numbers[-1])  # which it reads no more: else it could end as "stopped"
-    assert ours.exporter.quarantined_bytes == ours.count * ours.slot_bytes
-    killed(ours)
-    assert ours.exporter.quarantined_bytes == 0
-    lost = [ours.ended[number] for number in numbers]
-    assert all(done.error == "failed" and "SIGKILL" in done.text for done in lost)
-    assert end(ours, ours.start(theirs, [(0, 0)])).text in {"the exporter is not running", ""}
-
-    settled(theirs)
-    back(ours)
-    assert ours.name != old
-    assert end(ours, ours.start(theirs, [(0, 0)])).error == "refused", "it has to come again"
-    ours.meet(theirs)
-    ours.clear()
-    assert end(ours, ours.start(theirs, everything(ours))).error is None
-    assert ours.memory[LANDING].slot(5) == theirs.memory[EXPORT].slot(5)
 
 
 def test_a_peer_that_is_frozen(trio: tuple[Side, Side, Side], over_tcp: bool) -> None:
