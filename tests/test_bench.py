@@ -19,7 +19,6 @@ import psutil
 import pytest
 import torch
 
-from connectors.config import parse_extra
 from connectors.copies.gpu.measure import Choice
 from kvstore.core.errors import KVStoreError, NotSupported
 from kvstore.units import KIB, MIB
@@ -35,14 +34,10 @@ from tests.bench import (
     load,
     nvme,
     raw_disk,
-    slow,
     steal,
-    waiting,
 )
 from tests.bench.clock import Clock
-from tests.bench.raw_disk import filled
 from tests.bench.report import Result, as_json
-from tests.bench.store import StoreProcess
 from tests.bench.ttft import COLD
 from tests.harness.fake_cuda import FakeCuda
 from tests.harness.live import eventually
@@ -61,32 +56,6 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.chdir(name)
         yield Path(name)
         monkeypatch.undo()
-
-
-@pytest.mark.usefixtures("here")
-def test_too_little_space_is_said_before_anything_is_made() -> None:
-    with pytest.raises(KVStoreError, match="free, the benchmark needs"):
-        nvme.run(1, nvme.Sizes(data_bytes=1 << 60))
-    with pytest.raises(KVStoreError, match="free, the benchmark needs"):
-        export.run(1, export.Sizes(data_bytes=1 << 60))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["attach", "--blocks", "10"], "expected with index or nvme-index, found attach"),
-        (["index", "--path", "."], "expected with nvme-index, found index"),
-        (["index", "--pairs", "3"], "expected without index"),
-        (["nvme-index", "--pairs", "3"], "expected without nvme-index"),
-        (["nvme-index", "--path", "/nowhere/at/all"], "expected a directory"),
-        (["index", "--blocks", "10000,300"], "--blocks: expected at least 4000, found 300"),
-    ],
-)
-def test_wrong_arguments_of_benchmarks_are_refused(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
-) -> None:
-    assert bench.main([*arguments]) == 2
-    assert says in capsys.readouterr().err
 
 
 def test_a_round_that_was_disturbed_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,18 +112,6 @@ def test_every_row_is_there_for_every_count() -> None:
         (size,) = of(mine, name="bytes_per_entry")
         assert 100 < size.value <= size.parameters["peak"]
     assert all(row["value"] > 0 for row in json.loads(as_json("index", results))["results"])
-
-
-@pytest.mark.usefixtures("small_index")
-def test_without_vllm_the_table_and_the_rows_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["index", "--blocks", str(INDEX_BLOCKS)]) == 0
-    shown = capsys.readouterr()
-    assert "vllm=not installed" in shown.out.replace("\n", " ")
-    assert "not installed" in shown.err
-    assert bench.main(["index", "--blocks", str(INDEX_BLOCKS), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["results"]
-    assert all(row["vllm"].startswith("not installed") for row in rows)
-    assert {row["reference"] for row in rows} == {row["ratio"] for row in rows} == {None}
 
 
 # The disk
@@ -223,40 +180,6 @@ def test_fio_is_the_reference_where_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     options = log.read_text(encoding="ascii").split()
     assert [o for o in options if "numjobs" in o] == ["--numjobs=4", "--numjobs=2"]
     assert {"--direct=1", f"--bs={MIB}", "--rw=read", "--rw=write", "--thread"} <= set(options)
-
-
-def test_fio_and_the_loop_make_calls_as_long_as_the_tiers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = tmp_path / "log"
-    install_fio(tmp_path, monkeypatch, FIO.format(log=log, io=IO))
-    depth = raw_disk.Depth(4, 2, 2 * MIB)
-    memory, _ = filled(8 * MIB)
-    blocks = [memory[at : at + MIB // 2] for at in range(0, len(memory), MIB // 2)]
-    raw_disk.Fio(tmp_path, blocks, depth).read()
-    assert {f"--bs={2 * MIB}", f"--size={2 * MIB}"} <= set(log.read_text("ascii").split())
-    loop = raw_disk.ThreadLoop(tmp_path, blocks, depth)
-    lengths: list[int] = []
-    real = os.pwritev
-
-    def counted(fd: int, pieces: Sequence[memoryview], at: int) -> int:
-        lengths.append(sum(map(len, pieces)))
-        return real(fd, pieces, at)
-
-    monkeypatch.setattr(os, "pwritev", counted)
-    loop.write()
-    loop.close()
-    assert lengths == [2 * MIB] * 4
-
-
-@pytest.mark.parametrize("script", ["#!/bin/sh\necho {}", "#!/bin/sh\necho no >&2; exit 1"])
-def test_fio_that_fails_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
-) -> None:
-    install_fio(tmp_path, monkeypatch, script)
-    system = raw_disk.reference(tmp_path, blocks_of(MIB, 8), raw_disk.Depth(4, 2, MIB))
-    with pytest.raises(KVStoreError, match="fio"):
-        system.read()
 
 
 def test_the_index_benchmark_measures_each_count(
@@ -412,27 +335,6 @@ def test_waits_of_sessions_are_compared_within_rounds() -> None:
     assert wall.parameters["against"] == load.NONE
 
 
-def test_a_queues_time_is_compared_with_computing_in_the_same_round() -> None:
-    walls = {waiting.NONE: [30.0, 20.0, 10.0], waiting.DISK: [3.0, 4.0, 1.0]}
-    hits, reads = {waiting.DISK: [1.0, 0.9, 1.0]}, {waiting.DISK: [1.0, 1.0, 1.5]}
-    none, disk = waiting.results(walls, hits, reads)
-    assert (none.value, none.parameters["system"]) == (20_000, waiting.NONE)
-    assert disk.value == 3000
-    assert disk.ratio == pytest.approx(0.1)
-    assert (disk.parameters["hit_share"], disk.parameters["reads"]) == (1.0, 1.0)
-
-
-def test_what_a_slow_place_costs_is_compared_with_computing_in_the_same_round() -> None:
-    none, case = slow.NONE._replace(block_ms=2), slow.Case(slow.PEER, 2, always_load=False)
-    walls = {case: [3.0, 4.0, 1.0], none: [2.0, 2.0, 1.0], slow.NONE: [1.0] * 3}
-    ours, bare, _ = slow.results(walls, {case: [0.0, 0.5, 0.1]})
-    assert (bare.value, bare.parameters["block_ms"]) == (2000, 2)
-    assert (ours.value, ours.reference) == (3000, 2000)
-    assert ours.ratio == pytest.approx(1.5)
-    assert ours.parameters["hit_share"] == 0.1
-    assert (ours.parameters["place"], ours.parameters["always_load"]) == ("peer", False)
-
-
 def test_an_answer_is_unlike_where_the_tokens_were_no_near_tie() -> None:
     plain = [answers(([1, 2, 3], [1.0, 0.01, 1.0], 1.0), ([4, 5, 6], [1.0] * 3, 1.0))]
     for tokens, later, unlike in (
@@ -443,24 +345,6 @@ def test_an_answer_is_unlike_where_the_tokens_were_no_near_tie() -> None:
     ):
         other = [answers((tokens, [1.0] * 3, 1.0), (later, [1.0] * 3, 1.0))]
         assert load._unlike(plain, other) == unlike
-
-
-@pytest.mark.parametrize(
-    ("way", "transfer", "into_engine"),
-    [
-        ("pull", "pull", ""),
-        ("push", "push", ""),
-        ("direct", "pull", "pull"),
-        ("direct_push", "push", "push"),
-    ],
-)
-def test_an_engine_that_a_prompt_goes_to_has_the_settings_of_its_way(
-    tmp_path: Path, way: str, transfer: str, into_engine: str
-) -> None:
-    assert way in handover.OURS
-    connector = handover.ours(StoreProcess(tmp_path, "1GiB"), way)
-    found = parse_extra(connector["kv_connector_extra_config"])
-    assert (found.transfer, found.direct_way) == (transfer, into_engine)
 
 
 # A GPU that is not there
@@ -565,15 +449,6 @@ def test_a_row_that_fits_no_result_or_two_is_an_error() -> None:
         wrong = chart._replace(rows=(charts.Row("g", "l", where),))
         with pytest.raises(ValueError, match=f"vllm: {count} results with .*, expected 1"):
             charts.figures(wrong)
-
-
-def test_output_of_a_benchmark_is_taken_in_as_it_is() -> None:
-    result = Result("n", 1.5, "ms", parameters={"system": "ours"})
-    found = json.loads(charts.take("vllm", "a machine", as_json("vllm", [result])))
-    assert found["command"] == "python -m tests.bench vllm"
-    assert found["machine"] == "a machine"
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])
-    assert {"system": "ours", "name": "n", "value": 1.5}.items() <= found["results"][0].items()
 
 
 # Two trees
