@@ -12,7 +12,6 @@ from rich.console import Console
 
 from tests.bench.api import Answer
 from tests.bench.engine import Result
-from tests.demo import offload
 from tests.demo.offload import COLD, FROM_CPU, FROM_GPU, FROM_NVME, REUSABLE, Offload, Pass
 from tests.demo.pd import BLOCK_TOKENS, HandOver, Run, Served, expected
 from tests.demo.stage import Demo
@@ -27,16 +26,6 @@ D = TypeVar("D", bound=Demo)
 
 def silent(kind: type[D]) -> D:
     return kind(Console(file=io.StringIO(), width=80, highlight=False), Path())
-
-
-def printed(demo: Demo) -> list[str]:
-    """What it shows, of which nothing is cut at 80 columns."""
-    demo.show()
-    assert isinstance(demo.console.file, io.StringIO)
-    text = demo.console.file.getvalue()
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
-    return text.splitlines()
 
 
 # An engine that loses its blocks
@@ -61,14 +50,6 @@ def test_offload_fails_for_tokens_from_elsewhere_other_outputs_and_wrong_metrics
     assert offloaded(other, HITS).problems() == ["last: outputs differ from the cold run's"]
 
 
-def test_offload_prints_80_columns() -> None:
-    last = Pass("after store restart", FROM_NVME, offload.Served(*[REUSABLE] * 4), [Result("p")])
-    lines = printed(offloaded(last, HITS))
-    assert any("1 of 1 DIFFER" in line for line in lines)
-    assert any(line.split() == ["after", "engine", "restart", "1234.5", "ms",
-                                "0", "15,872", "0", "128", "same"] for line in lines)  # fmt: skip
-
-
 # A hand-over
 
 
@@ -79,16 +60,6 @@ def handed_over(legs: dict[str, float] = LEGS, **changes: object) -> HandOver:
     demo = silent(HandOver)
     demo.runs, demo.legs = [msgspec.structs.replace(run, **changes)], legs
     return demo
-
-
-def test_every_token_is_expected_from_one_place() -> None:
-    assert expected(4000) == Served(4000, 0, 4000, 0, 0)
-    assert expected(4000, on_disk=True) == Served(4000, 0, 0, 4000, 0)
-    own = 4007 // BLOCK_TOKENS * BLOCK_TOKENS
-    turn = expected(4508, prefill_has=4000, decode_has=4007)
-    kept = 4000 // BLOCK_TOKENS * BLOCK_TOKENS
-    assert turn == Served(4508 - kept, own, 4508 - own, 0, 0)
-    assert expected(4000, decode_has=2000) == Served(4000, 1984, 2016, 0, 0)
 
 
 @pytest.mark.parametrize("field", Served.__struct_fields__)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
-from kvstore.core.errors import ConfigError
 from kvstore.handover.links import LINKS_MAX
 from kvstore.handover.transfers import AGENTS_MAX
 from tests.bench import fleet
-from tests.bench.fleet import Inputs, bends_at, inputs, rows, table
+from tests.bench.fleet import Inputs, bends_at, rows, table
 from tests.harness.pages import text
 
 
@@ -62,28 +59,3 @@ def test_it_bends_where_a_limit_is_passed_and_not_where_a_group_keeps_it() -> No
     grouped = {row.name: bends_at(row) for row in rows(Inputs(group=100))}
     assert grouped["hand-over, peers of a decode node"] is None
     assert grouped["hand-over, exporters it has met"] is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "found"),
-    [
-        (["own=2"], "own: expected 0 to 1, found 2"),
-        (["requests=0"], "requests: expected a number above 0, found 0"),
-        (["answer=-1"], "answer: expected a number from 0, found -1"),
-        (["prompt=nan"], "prompt: expected a number above 0, found nan"),
-        (["own=0.8", "bucket=0.3"], "own and bucket: expected up to 1 together"),
-        (["prefill=1"], "prefill: expected below 1"),
-        (["prompt=x"], "--set prompt: expected a number, found 'x'"),
-        (["speed=1"], "--set speed: expected requests, "),
-    ],
-)
-def test_what_cannot_be_is_refused(settings: list[str], found: str) -> None:
-    with pytest.raises(ConfigError, match=found):
-        inputs(settings)
-
-
-def test_the_command_ends_with_2_for_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fleet.main(["--nodes", "0"]) == 2
-    assert "--nodes: expected numbers from 1 to" in capsys.readouterr().err
-    assert fleet.main(["--nodes", "7", "--set", "group=4"]) == 0
-    assert "| 7 nodes |" in capsys.readouterr().out
