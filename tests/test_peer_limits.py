@@ -24,7 +24,6 @@ from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, keys_of, u32
 from tests.harness.handover_pair import bare_fetch
 from tiers.nixl.supervisor import Exporter
 
-SECOND_NS = 1_000_000_000
 TOO_MANY = bytes(4 * (m.JOB_BLOCKS_MAX + 1))  # of positions
 
 
