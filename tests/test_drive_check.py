@@ -166,32 +166,6 @@ def test_a_drive_that_does_not_answer_is_left(
     assert not list(tmp_path.iterdir())
 
 
-def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, expected in (
-        (["check"], "expected --config FILE, --engine JSON, or --disk"),
-        (["check", "--config", "x.toml", "--seconds", "20"], "found no --disk"),
-        (["check", "--disk", "--config", "x.toml", "--path", "."], "found both"),
-        (["check", "--disk", "--seconds", "1"], 'expected a whole number from 5 to 600, found "1"'),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            cli.main(arguments)
-        assert expected in capsys.readouterr().err
-
-
-def test_a_wrong_place_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "kv.toml"
-    config.write_text('[cpu]\ncapacity = "1GiB"\n', encoding="ascii")
-    for option, path, expected in (
-        ("--path", "/nowhere", "/nowhere: expected a directory: No such file"),
-        ("--path", "/proc/self/stat", "expected a directory where files can be made"),
-        ("--config", str(config), "expected [nvme] with a path, found none"),
-    ):
-        assert cli.main(["check", "--disk", option, path]) == 2
-        error = capsys.readouterr().err
-        assert expected in error
-        assert error.count("\n") == 1
-
-
 # The command
 
 

@@ -372,16 +372,6 @@ def run(settings: NvmeConfig, capsys: pytest.CaptureFixture[str]) -> Run:
     return command
 
 
-def test_help_has_an_example_and_says_that_nothing_needs_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["fsck", "--help"])
-    out = capsys.readouterr().out
-    assert "example:\n  kvstore fsck" in out
-    assert "never needed for correctness" in out
-
-
 def test_a_table_and_the_status(settings: NvmeConfig, run: Run) -> None:
     status, out, err = run()
     assert (status, err) == (0, "")
