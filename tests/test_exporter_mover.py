@@ -17,7 +17,7 @@ from kvstore.wire.framing import Decoder, Message, u32
 from tiers.cpu import CpuExtent
 from tiers.nixl import exporter as under_test
 from tiers.nixl.agent import Agent, Blocks, Flight, Indices, Places, Region
-from tiers.nixl.exporter import CHUNK_BYTES, FLIGHTS_MAX, LONG_NAP_S, NAP_S, Extent, TransferLoop
+from tiers.nixl.exporter import FLIGHTS_MAX, LONG_NAP_S, NAP_S, Extent, TransferLoop
 from tiers.nixl.messages import (
     Ended,
     ErrorClass,
@@ -201,10 +201,6 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig.close()
 
 
-def test_a_chunk_is_some_milliseconds_of_the_one_thread() -> None:
-    assert CHUNK_BYTES == 16 << 20
-
-
 def test_peers_take_turns_and_so_do_the_transfers_of_a_peer(rig: Rig) -> None:
     sizes = {rig.start(peer, blocks): blocks for peer, blocks in (
         ("a", 12), ("a", 3), ("b", 4), ("b", 1)
@@ -215,13 +211,6 @@ def test_peers_take_turns_and_so_do_the_transfers_of_a_peer(rig: Rig) -> None:
     assert {number: done.bytes // SLOT for number, done in ended.items()} == sizes
     assert list(ended) == [3, 2, 4, 1], "the small ones do not wait for the large one"
     assert rig.mover.nap_s is None
-
-
-def test_a_step_is_one_chunk(rig: Rig) -> None:
-    rig.start("a", 12)
-    rig.mover.step()
-    assert rig.agent.started == [("a", 4)]
-    assert rig.mover.nap_s == 0.0
 
 
 def test_a_block_larger_than_a_chunk_is_one(rig: Rig) -> None:
@@ -298,18 +287,6 @@ def test_what_is_stopped_says_so_when_what_had_begun_has_ended_well(rig: Rig) ->
     rig.steps()
     (ended,) = rig.ended().values()
     assert (ended.error, ended.bytes) == ("stopped", PER_CHUNK * SLOT)
-
-
-def test_what_fails_and_is_stopped_ends_with_the_failure(rig: Rig) -> None:
-    rig.agent.slow.add("a")
-    number = rig.start("a", 3 * PER_CHUNK)
-    rig.mover.step()
-    rig.mover.remove_peer("a")
-    rig.mover.abandon(number)
-    rig.agent.slow.clear()
-    rig.steps()
-    (ended,) = rig.ended().values()
-    assert (ended.error, ended.text) == ("gone", "a was removed")
 
 
 def test_a_peer_is_forgotten_once_nothing_is_under_way(rig: Rig) -> None:
