@@ -48,23 +48,6 @@ def test_messages_go_both_ways_in_order(made: Callable[..., Post], key: ClusterK
     assert client.got == [(number, m.Settled(3, end="all"))]
 
 
-def test_two_peers_are_two_numbers(made: Callable[..., Post]) -> None:
-    server = made(listens=True)
-    clients = [made(), made()]
-    for job, client in enumerate(clients):
-        number = client.channel.connect(server.channel.address)
-        client.channel.send(number, m.Settle(job, 0))
-    until(lambda: len(server.got) == 2, server, *clients)
-    for number, message in server.got:
-        assert isinstance(message, m.Settle)
-        server.channel.send(number, m.Settled(message.job, end="x"))
-    until(lambda: all(client.got for client in clients), server, *clients)
-    assert [client.got[0][1] for client in clients] == [
-        m.Settled(0, end="x"),
-        m.Settled(1, end="x"),
-    ]
-
-
 @pytest.mark.parametrize("key", [None, ClusterKey(b"k" * 32)])
 def test_two_stores_that_dial_each_other_at_once_have_a_connection_each(
     made: Callable[..., Post], key: ClusterKey | None
