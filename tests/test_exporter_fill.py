@@ -46,26 +46,17 @@ def test_a_write_into_a_GPU_engine_names_its_GPU(rig: Rig) -> None:
     assert rig.agent.gpus == [None, 0, 3]
 
 
-def test_a_long_write_into_an_engine_goes_in_chunks(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("limit", "most"), [("CHUNK_BYTES", 2 * 1280), ("CHUNK_PIECES", 7)])
+def test_a_long_write_and_one_of_many_small_pieces_go_in_chunks(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
-    monkeypatch.setattr(under_test, "CHUNK_BYTES", 2 * 1280)
+    monkeypatch.setattr(under_test, limit, most)
     rig.mover.add_peer("a", b"a")
     rig.mover.start(fill(7, [0] * 5, [1, 2, 3, 4, 5]))
     rig.steps()
     assert [len(here) for here, _ in rig.agent.placed] == [6, 6, 3]
     (ended,) = [said for said in rig.said if isinstance(said, Ended)]
     assert ended.bytes == 5 * 1280
-
-
-def test_a_write_of_many_small_pieces_goes_in_chunks(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(under_test, "CHUNK_PIECES", 7)
-    rig.mover.add_peer("a", b"a")
-    rig.mover.start(fill(7, [0] * 5, [1, 2, 3, 4, 5]))
-    rig.steps()
-    assert [len(here) for here, _ in rig.agent.placed] == [6, 6, 3]
 
 
 def test_writes_into_an_engine_that_is_gone_fail(rig: Rig) -> None:
