@@ -552,7 +552,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "kvstore/handover/producer.py": (
-        ("peer_limits -k S2_blocks", "blocks >= WANTED_MAX or ", ""),
+        ("peer_limits -k S2_jobs_of", "blocks >= WANTED_MAX or ", ""),
         ("export", "if not job.over and not job.released and now_ns >= job.deadline_ns:"),
         (
             "export -k B16_blocks_are_held",

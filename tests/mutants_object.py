@@ -134,7 +134,7 @@ OBJECT: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             " if False else ",
         ),
         (
-            "object_check -k exist",
+            "object_check -k Q76_what_keeps",
             "except (BotoCoreError, ValueError) as exc:",
             "except OSError as exc:",
         ),

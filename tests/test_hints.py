@@ -255,21 +255,16 @@ def test_O26_blocks_come_from_the_store_that_a_hint_names(
     assert grown(asking, before) == {"offered": 1}
 
 
-def test_O26_a_source_that_has_nothing_is_not_waited_for(
-    stores: tuple[LiveStore, LiveStore],
+@pytest.mark.parametrize("other_model", [False, True])
+def test_O26_a_source_that_has_nothing_for_the_model_is_not_waited_for(
+    stores: tuple[LiveStore, LiveStore], *, other_model: bool
 ) -> None:
     source, asking = stores
-    before = counted(asking)
-    with engine(source, "a none"), engine(asking, "b none") as two:
-        assert hinted(two, hashes(5, "nobody's"), address(source)).lease == 0
-    assert grown(asking, before) == {"nothing": 1}
-
-
-def test_O26_a_source_of_another_model_gives_nothing(stores: tuple[LiveStore, LiveStore]) -> None:
-    source, asking = stores
-    before, chain = counted(asking), hashes(3, "other model")
-    with engine(source, "a other") as one, engine(asking, "b other", model="another") as two:
-        one.put(chain)
+    before, chain = counted(asking), hashes(3, f"nobody's {other_model}")
+    model = "another" if other_model else "model"
+    with engine(source, f"a {model}") as one, engine(asking, f"b {model}", model=model) as two:
+        if other_model:
+            one.put(chain)
         assert hinted(two, chain, address(source)).lease == 0
     assert grown(asking, before) == {"nothing": 1}
 

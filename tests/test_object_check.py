@@ -134,31 +134,22 @@ def test_Q76_a_page_of_a_server_in_between_is_no_answer(proxy: Proxy, tmp_path: 
     assert "no store puts" in text
 
 
-def test_Q76_a_profile_that_does_not_exist_is_said(
-    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lacks", "told"),
+    [("profile", "not-there"), ("life cycle", "cannot be read"), ("boto3", "boto3")],
+)
+def test_Q76_what_keeps_the_life_cycle_from_being_read_is_said_and_nothing_else(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str, told: str
 ) -> None:
-    monkeypatch.setenv("AWS_PROFILE", "not-there")
+    if lacks == "profile":
+        monkeypatch.setenv("AWS_PROFILE", "not-there")
+    elif lacks == "boto3":
+        monkeypatch.setitem(sys.modules, "boto3", None)
+    else:
+        proxy.fault = lambda _method, path: "refuse" if "lifecycle" in path else ""
     (_, (level, text)) = said(settings(tmp_path, proxy.endpoint))
     assert level is Level.NOTE
-    assert "not-there" in text
-
-
-def test_Q76_of_a_life_cycle_that_cannot_be_read_nothing_else_is_said(
-    proxy: Proxy, tmp_path: Path
-) -> None:
-    proxy.fault = lambda _method, path: "refuse" if "lifecycle" in path else ""
-    (_, (level, text)) = said(settings(tmp_path, proxy.endpoint))
-    assert level is Level.NOTE
-    assert "cannot be read" in text
-
-
-def test_Q76_without_boto3_nothing_but_the_answer_is_said(
-    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    (_, (level, text)) = said(settings(tmp_path, proxy.endpoint))
-    assert level is Level.NOTE
-    assert "boto3" in text
+    assert told in text
 
 
 def test_Q76_without_the_client_the_store_does_not_start(

@@ -370,27 +370,16 @@ def test_blocks_that_a_peer_waits_for_are_limited(
     own.on_message(number, wanted(hashes(5, "y"), 2, request="r"), place.prefill.now_ns)
 
 
-def test_S2_blocks_that_all_peers_wait_for_are_limited(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("limit", "most", "blocks"), [("WANTED_MAX", 10, 6), ("OPEN_MAX", 2, 1)])
+def test_S2_jobs_of_all_peers_and_the_blocks_that_they_wait_for_are_limited(
+    place: Place, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, blocks: int
 ) -> None:
-    monkeypatch.setattr(producer, "WANTED_MAX", 10)
-    own, namespace = place.prefill.peers.producer, place.prefill.namespace(place.good.giver)
-    own.request_leases.running("r", namespace.manager, SLOT_BYTES, 1)
-    for number in range(3):
-        place.caller(place.hello())(wanted(hashes(6, str(number)), request="r"))
-    place.turns(1)
-    assert [message for message in place.heard if isinstance(message, m.Settled)] == [
-        m.Settled(1, end="busy")
-    ]
-
-
-def test_S2_jobs_of_all_peers_are_limited(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn of the loop goes through them: a hundred connections may have a thousand each."""
-    monkeypatch.setattr(producer, "OPEN_MAX", 2)
+    monkeypatch.setattr(producer, limit, most)
     own, namespace = place.prefill.peers.producer, place.prefill.namespace(place.good.giver)
     own.request_leases.running("r", namespace.manager, SLOT_BYTES, 1)
     for number in range(3):
-        place.caller(place.hello())(wanted(hashes(1, str(number)), request="r"))
+        place.caller(place.hello())(wanted(hashes(blocks, str(number)), request="r"))
     place.turns(1)
     assert [message for message in place.heard if isinstance(message, m.Settled)] == [
         m.Settled(1, end="busy")
