@@ -19,7 +19,7 @@ import msgspec
 import psutil
 import pytest
 
-from kvstore.core.errors import InvariantBroken, ProtocolError
+from kvstore.core.errors import ProtocolError
 from kvstore.logs import LINES_MAX
 from kvstore.wire.framing import Decoder, Message, encode, u32
 from tests.bench.steal import Watch
@@ -213,19 +213,6 @@ def test_why_blocks_were_not_moved_is_logged_a_few_times(
         end(side, side.exporter.start(move()))
     line = "could not move blocks from or to another store: \"peer 'nobody', expected one of"
     assert caplog.text.count(line) == LINES_MAX
-
-
-def test_abandoning_what_has_ended_or_was_never_there_is_nothing(side: Side) -> None:
-    wait(side, lambda: side.ready)
-    number = side.exporter.start(move())
-    end(side, number)
-    side.exporter.abandon(number)
-    side.exporter.abandon(12345)
-    assert side.exporter.quarantined_bytes == 0
-    with pytest.raises(InvariantBroken, match="extent 1 is mapped already"):
-        side.exporter.map(EXPORT, 0, 1, writable=False)
-    with pytest.raises(InvariantBroken, match="extent 9 is not mapped"):
-        side.exporter.unmap(9)
 
 
 LIES: dict[str, list[Message]] = {

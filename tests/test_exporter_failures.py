@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from kvstore.wire.framing import u32
@@ -224,28 +223,3 @@ class Place:
 def maps(side: Side) -> list[Place]:
     lines = Path(f"/proc/{side.exporter.pid}/maps").read_text(encoding="utf-8").splitlines()
     return [place for place in map(Place, lines) if "kvstore-extent" in place.path]
-
-
-def test_nothing_grows(trio: tuple[Side, Side, Side]) -> None:
-    """Fifty times over: no descriptor, memory or thread is left behind."""
-    ours, theirs, _ = trio
-    process = psutil.Process(ours.exporter.pid)
-    seen: list[tuple[int, int, int, int]] = []
-    for cycle in range(50):
-        assert end(ours, ours.start(theirs, everything(ours)[cycle::8])).error is None
-        assert end(theirs, theirs.start(ours, everything(ours)[cycle::8], write=True)).error is None
-        for side, number in ((ours, LANDING), (theirs, EXPORT)):
-            side.exporter.unmap(number)
-            wait(side, lambda side=side, number=number: number not in side.exporter._extents)  # type: ignore[misc]
-            side.addresses.pop(number)
-            side.exporter.map(number, side.memory[number].fd, side.size, writable=number == LANDING)
-            back(side)
-        ours.meet(theirs)
-        theirs.meet(ours)
-        seen.append(
-            (process.num_fds(), process.num_threads(), len(maps(ours)), process.memory_info().vms)
-        )
-    assert max(fds for fds, *_ in seen[40:]) <= max(fds for fds, *_ in seen[:10])
-    assert {threads for _, threads, *_ in seen} == {seen[0][1]}
-    assert {places for _, _, places, _ in seen} == {2}
-    assert seen[-1][3] - seen[9][3] < 8 * MIB
