@@ -443,14 +443,6 @@ def test_every_figure_that_is_kept_has_a_chart() -> None:
     assert kept == set(CHART_NAMES)
 
 
-def test_a_row_that_fits_no_result_or_two_is_an_error() -> None:
-    (chart,) = [chart for chart in charts.CHARTS if chart.name == "vllm"]
-    for where, count in (({"name": "made_up"}, 0), ({"name": "ttft_cold"}, 3)):
-        wrong = chart._replace(rows=(charts.Row("g", "l", where),))
-        with pytest.raises(ValueError, match=f"vllm: {count} results with .*, expected 1"):
-            charts.figures(wrong)
-
-
 # Two trees
 
 

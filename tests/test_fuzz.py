@@ -33,15 +33,6 @@ def test_B2_nothing_escapes_memory_stays_flat_and_a_good_client_is_served() -> N
     assert total["malformed"] > MESSAGES // 10
 
 
-def test_a_world_is_the_same_again_from_its_seed() -> None:
-    counts = []
-    for _ in range(2):
-        world = World(7)
-        world.run(600)
-        counts.append(world.counts - Counter(grown=world.counts["grown"]))
-    assert counts[0] == counts[1]
-
-
 def test_what_escapes_is_told_with_its_input_and_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = m.decode_for_producer
 

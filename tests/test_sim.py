@@ -111,10 +111,6 @@ def test_a_world_that_breaks_is_cut_as_long_as_it_breaks_alike(
     )
 
 
-def test_nothing_is_cut_from_a_world_that_holds() -> None:
-    assert cut_short(2) == (Cut(), "seed 2 breaks nothing")
-
-
 # Fleets of 2 to 4 stores
 
 FLEETS = 24
@@ -143,9 +139,3 @@ def test_no_fleet_breaks_a_promise_and_every_fault_and_every_state_is_met() -> N
     assert not [event for event in MET_BY_FLEETS if not counts[event]], counts
     assert len({fault for fault, _ in met}) >= len(FLEET.faults) - 2
     assert {state for _, state in met} >= STATES
-
-
-def test_a_seed_is_the_same_fleet_again() -> None:
-    first, second = (replay(2, Cut(steps=150), FLEET) for _ in range(2))
-    assert (first.counts, first.met, first.steps) == (second.counts, second.met, second.steps)
-    assert first.counts["fetched"]
