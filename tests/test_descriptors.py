@@ -23,7 +23,6 @@ from prometheus_client.registry import Collector
 
 from kvstore import config
 from kvstore.config import Address
-from kvstore.core.errors import ConfigError
 from kvstore.logs import LINES_MAX
 from kvstore.store import metrics_endpoint
 from kvstore.store.status import Status
@@ -209,16 +208,6 @@ def test_M3_a_scrape_under_load_answers_within_a_second(store: LiveStore, port: 
     assert asked > 10
     (hits,) = re.findall(r'^kvstore_lookups_total{outcome="hit"} (\S+)', found, re.MULTILINE)
     assert 0 < float(hits) <= asked
-
-
-def test_a_metrics_port_in_use_is_a_clear_error(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        number = taken.getsockname()[1]
-        store = LiveStore(settings_for(tmp_path, number))
-        with pytest.raises(
-            ConfigError, match=f"metrics endpoint 127.0.0.1:{number}: Address already in use"
-        ):
-            store.server.run()
 
 
 def test_S2_a_store_without_descriptors_waits_for_some_and_says_so_rarely(

@@ -258,21 +258,6 @@ def test_a_socket_left_behind_is_replaced_and_one_in_use_is_not(tmp_path: Path) 
             listen(path)
 
 
-def test_a_file_at_the_path_is_not_deleted(tmp_path: Path) -> None:
-    path = tmp_path / "precious"
-    path.write_text("data")
-    with pytest.raises(ConfigError, match="it exists and is no socket"):
-        listen(str(path))
-    assert path.read_text() == "data"
-
-
-def test_a_path_that_cannot_be_bound_is_a_clear_error(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    with pytest.raises(ConfigError, match=r"expected a directory, found the file .*/file$"):
-        listen(str(blocked / "kv.sock"))
-
-
 @pytest.mark.parametrize(("mode", "folder"), [(0o600, 0o700), (0o660, 0o750), (0o666, 0o755)])
 def test_S1_only_whom_the_settings_name_can_reach_it(
     tmp_path: Path, mode: int, folder: int
