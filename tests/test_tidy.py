@@ -76,6 +76,15 @@ IMPURE = {
 # What the store must not bring along: seconds of loading, or a wrong direction.
 HEAVY = ("torch", "cupy", "nixl", "vllm", "connectors")
 
+# What the test extra brings under another name, or by way of what it lists.
+BROUGHT = ("botocore", "setuptools", "xdist", "yaml")
+
+# Of the tests: loaded by engines only.
+IN_ENGINES = (
+    "tests/bench/native_worker.py",
+    *("tests/engine/broken.py", "tests/engine/kernels.py", "tests/engine/neighbour.py"),
+)
+
 # A worker's bug must still free the slots of its job.
 BROAD_EXCEPTS = (
     "tiers/runner.py",
@@ -303,6 +312,26 @@ def test_there_are_fewer_than_twelve_dependencies_and_the_named_ones_are_there()
     assert len(names) < 12
     assert not any("vllm" in name for name in names)
     assert project["optional-dependencies"]["cuda"][0].startswith("cupy-cuda13x")
+
+
+def test_tests_load_where_there_is_no_engine() -> None:
+    """`make setup EXTRAS=test` leaves vLLM out, and with it what only vLLM brings."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    listed = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    names = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in listed}
+    known = {*names, *BROUGHT, *sys.stdlib_module_names, *PACKAGES, "tests"}
+    assert not [
+        f"{path}:{node.lineno}"
+        for path in TESTS
+        if path not in IN_ENGINES
+        for node in ast.parse((ROOT / path).read_text(encoding="utf-8"), path).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        if not known.issuperset(
+            [top(node.module or "")]
+            if isinstance(node, ast.ImportFrom)
+            else [top(alias.name) for alias in node.names]
+        )
+    ]
 
 
 def test_the_tests_that_have_to_notice_are_there() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
 from tests.bench.engine import Engine, Request, Result
 from tests.bench.store import StoreProcess
@@ -47,6 +46,8 @@ class Served:
         self._start()
 
     def _start(self) -> None:
+        import zmq
+
         # A new one for each engine: one of before connects to it again, but was sent nothing.
         self._subscription: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._subscription.setsockopt(zmq.RECONNECT_IVL, 1)  # ms: a new engine soon says the first

@@ -22,7 +22,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from connectors.engine_interface import Geometry
 from connectors.events import BlockEvent
@@ -47,6 +46,8 @@ class Worker:
     """Answers as an engine does that only says its name, and publishes events."""
 
     def __init__(self, name: str) -> None:
+        import zmq
+
         class Handler(BaseHTTPRequestHandler):
             def answer(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
