@@ -104,7 +104,7 @@ def under(names: list[str], *parents: str) -> list[str]:
 @pytest.mark.parametrize(
     ("code", "modules_max", "forbidden"),
     [
-        (WORKER, 21, (*OF_THE_SCHEDULER, "kvstore.config")),
+        (WORKER, 22, (*OF_THE_SCHEDULER, "kvstore.config")),
         (SCHEDULER, 34, (*OF_THE_WORKER, "kvstore.config", "torch")),
     ],
     ids=["worker", "scheduler"],

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.vllm
 BASE = "import vllm.distributed.kv_transfer.kv_connector.v1.base"
 READS = "from connectors.config import parse_extra; parse_extra({'store': '/store.sock'})"
 SIDES = {
-    "vllm_worker": (35, OF_THE_SCHEDULER),
+    "vllm_worker": (36, OF_THE_SCHEDULER),
     "vllm_scheduler": (41, (*OF_THE_WORKER, "connectors.weights", "connectors.vllm_pages")),
 }
 

@@ -20,6 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import lmdb
 import pytest
 
+from kvstore import clock
 from kvstore.core.errors import check
 from tiers.nvme import attached, block_io, disk, files, index_client
 from tiers.nvme.index_client import IndexClient, IndexProcess
@@ -258,11 +259,10 @@ class Platter:
         monkeypatch.setattr(IndexClient, "commit", watched_commit)
         calls = {name: getattr(self, name) for name in CALLS}
         monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), **calls}))
-        clock = SimpleNamespace(monotonic=self._monotonic, sleep=self._sleep)
-        monkeypatch.setattr(disk, "time", clock)
-        monkeypatch.setattr(attached, "time", clock)
+        monkeypatch.setattr(clock, "now_s", self._monotonic)
+        monkeypatch.setattr(disk, "time", SimpleNamespace(sleep=self._sleep))
+        monkeypatch.setattr(attached, "time", SimpleNamespace(monotonic=self._monotonic))
         monkeypatch.setattr(index_client, "IndexProcess", self._process)
-        monkeypatch.setattr(block_io, "time", clock)
         monkeypatch.setattr(block_io, "Runner", self._runner)
         # By default a set of them is in the order of addresses, which no seed repeats.
         monkeypatch.setattr(files.ExtentFile, "__hash__", lambda file: int(file.path.stem))
