@@ -312,7 +312,8 @@ class RequestLookups:
             self._client.count("deferred")
         tracked.deferred_step = self._step
         limit_ns = ANSWER_LIMIT_NS + self._client.defer_ms * 1_000_000
-        silent = self._client.unanswered_ns(tracked.ask) > limit_ns and self._stays(tracked, now)
+        overdue = self._client.unanswered_ns(tracked.ask) > limit_ns
+        silent = overdue and self._stays(tracked, now)
         since_ns = self.queue.stuck_ns(now) if tracked.capped else tracked.deferred_ns
         if silent or now - since_ns > max(LOADING_LIMIT_NS, limit_ns):
             self._client.count("timed_out")
@@ -320,7 +321,7 @@ class RequestLookups:
             self.drop(tracked)
             tracked.phase, tracked.failures = Phase.RUNNING, FAILURES_MAX
             self.queue.remove(tracked)
-            if silent or tracked.overdue_ns:  # of long steps few are taken in the whole time
+            if overdue and tracked.overdue_ns:  # of long steps few are taken in the whole time
                 self._client.detach("no answer in time")
             return 0
         self._client.count("deferred_steps")

@@ -78,6 +78,7 @@ class SchedulerHalf:
         shares_prefixes: the engine has a prefix cache, so loading a block twice is waste.
         transfer: how blocks are handed over between engines.
         beside: other connectors load, too, and may report after a step that its input was bad.
+            Loads begin behind all connectors' fences: others may still read the engine's blocks.
         step_loads: the engine ends each step before it schedules the next, so that a load may end
             in the step that admits its request; None: it does not.
         """
@@ -341,8 +342,8 @@ class SchedulerHalf:
         self._client.send_step()
         if self._lookups.pace is not None:
             self._lookups.pace.began(step.scheduled.values())
-        loads = self._loads.take_jobs()
-        return StepMeta(early, stores, loads, tuple(flush), idle, sent, not step.rewrites)
+        loads, first = self._loads.take_jobs(), not (step.rewrites or self._beside)
+        return StepMeta(early, stores, loads, tuple(flush), idle, sent, loads_first=first)
 
     def _store_complete(self, request_id: str, tokens: int, step: Step) -> None:
         tracked = self._requests.get(request_id)

@@ -68,7 +68,8 @@ class StepMeta(msgspec.Struct, frozen=True):
     stores: stores whose sources this step's forward completes.
     flush: store jobs that must be over before this step overwrites their sources.
     idle: the step computes nothing, so waiting for loads delays no request.
-    loads_first: loads may begin with the step: nothing else writes before its forward pass.
+    loads_first: loads may begin with the step: nothing else writes before its forward pass, and no
+        other connector reads what they overwrite.
     sent: requests that ended earlier and whose engine blocks may be freed now.
     """
 

@@ -49,8 +49,13 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         (
             "scheduler_half -k engine_of_long_steps",
-            "if silent or tracked.overdue_ns:  # of",
+            "if overdue and tracked.overdue_ns:  # of",
             "if silent:  # of",
+        ),
+        (
+            "scheduler_half -k answer_came_late",
+            "if overdue and tracked.overdue_ns:  # of",
+            "if tracked.overdue_ns:  # of",
         ),
         (
             "scheduler_half -k store_that_does_not_answer",
@@ -79,6 +84,11 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
     ),
     "connectors/scheduler.py": (
+        (
+            "scheduler_offers -k behind_all_fences",
+            "not (step.rewrites or self._beside)",
+            "not step.rewrites",
+        ),
         (
             "scheduler_half -k idle_engines_request",
             "len(self._requests) == 1:  # the store",

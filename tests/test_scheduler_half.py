@@ -277,6 +277,25 @@ def test_O8_an_engine_of_long_steps_gives_up_a_store_that_does_not_answer() -> N
     assert not script.client.session
 
 
+def test_O8_a_store_whose_answer_came_late_is_not_given_up_for_another_wait() -> None:
+    """Another request's load of the same blocks takes too long."""
+    script, _ = loading()
+    request = Request("late", 40)
+    script.half.on_new_request(request)
+    (lookup,) = script.lookups()
+    script.now_ns += ANSWER_LIMIT_NS + 101 * MS
+    for _ in range(3):
+        assert script.matched(request) == (None, False)
+        script.step()
+        script.now_ns += MS
+    script.answer(lookup.ask, [0, 1], lease_ms=60_000)
+    assert script.matched(request) == (None, False)
+    script.step()
+    script.now_ns += LOADING_LIMIT_NS
+    assert script.matched(request) == (0, False)
+    assert script.client.session
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_O8_a_store_is_not_given_up_because_the_machine_stood_still(times: int) -> None:
     """Its answer comes when both run again: an idle engine's steps are short."""
