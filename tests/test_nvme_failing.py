@@ -19,7 +19,7 @@ import pytest
 
 from kvstore import clock
 from kvstore.config import NvmeConfig
-from kvstore.core.errors import TierIOError
+from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.types import LookupResult
 from kvstore.metrics import Numbers
 from kvstore.store.gauges import disk_gauges, state_gauges
@@ -206,6 +206,24 @@ def test_a_bad_extent_costs_its_blocks_and_not_the_tier(
     assert all(empty.get([name]).done == 1 for name in good)
 
 
+def test_an_unreadable_disk_at_the_start_is_no_damage(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise IndexDamagedError("for the test")
+
+    with shelf(settings) as before:
+        before.put(1, 0, 5)
+    with monkeypatch.context() as patched:
+        patched.setattr(IndexClient, "__init__", fail)
+        patched.setattr(os, "read", raise_eio)
+        with pytest.raises(ConfigError, match="cannot be used: Input/output error"):
+            NvmeDisk(settings)
+    assert not list(folder.glob("index.damaged-*"))
+    with shelf(settings) as after:
+        assert after.whole(1, 5)
+
+
 # Calls that hang
 
 
@@ -239,6 +257,21 @@ def test_a_commit_that_hangs_stops_nothing_but_writes(
     wait_for(found, "ok")
     assert found.disk.stalled_s["keeper"] == 0.0
     assert found.put(3, 0, 5).done == 5
+
+
+@pytest.mark.usefixtures("short_hang")
+def test_a_directory_that_cannot_be_looked_at_for_long_is_off(
+    empty: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(os.fstatvfs)
+    empty.put(1, 0, 5)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstatvfs", gate)
+        wait_for(empty, "off")
+        assert not empty.has(1, 0)
+        gate.go_on.set()
+    wait_for(empty, "ok")
+    assert empty.whole(1, 5)
 
 
 CALLS = (
