@@ -204,7 +204,20 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if False:\n            return False",
         ),
     ),
+    "kvstore/handover/jobs.py": (
+        (
+            "export -k B18_a_block_that_a_lower",
+            "undecided = result is not LookupResult.MISS",
+            "undecided = False",
+        ),
+    ),
     "kvstore/handover/request_leases.py": (
+        (
+            "export -k B18_blocks_that_leave",
+            "(undecided or not _was_lost(manager, key, lease.began_s))",
+            "True",
+        ),
+        ("export -k B18_a_block_that_left", "each_s > first_s", "True"),
         ("segmented -k where_requests_are_handed", "manager.slots.hands_over = True", "pass"),
         (
             "request_leases -k S2_what_requests",
@@ -249,12 +262,22 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "kvstore/store/session.py": (
         (
+            "export -k B18_blocks_that_leave",
+            "manager.unkept.add((key,), manager.now_s)",
+            "pass",
+        ),
+        (
             "store_blocks -k S2_slots_that",
             "{entry.slot for entry in entries}.intersection(map(Slot, damaged))",
             "map(Slot, damaged)",
         ),
     ),
     "kvstore/handover/producer.py": (
+        (
+            "export -k B18_a_block_that_a_lower",
+            "undecided = found is not LookupResult.MISS",
+            "undecided = False",
+        ),
         ("export -k exporter_ended_is_not_wrong", "self._turned_away.add(peer.number)"),
         (
             "export -k exporter_ended_is_not_wrong",

@@ -11,14 +11,16 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
-from kvstore.core.types import LookupResult
+from kvstore.core.tier import Tier
+from kvstore.core.types import BlockKey, LookupResult
 from kvstore.handover import jobs, moves
 from kvstore.handover import producer as o
 from kvstore.handover.runs import Part
 from kvstore.wire import framing
 from kvstore.wire import peer as m
-from tests.harness.fakes import blocks, hashes, keys_of, u32
+from tests.harness.fakes import blocks, from_u32, hashes, keys_of, u32
 from tests.harness.handover_pair import LANDING, Pair, stored
+from tests.reference.memory_tier import MemoryTier
 
 
 def test_what_a_peer_does_not_answer_in_time_is_a_miss() -> None:
@@ -347,6 +349,90 @@ def test_what_a_request_still_stores_is_looked_for_in_one_go(
     (job,) = pair.producer.jobs
     assert list(job.awaited) == list(range(100)), "they may come, in their order"
     assert asked == [64, 36]
+
+
+def put_and_push_out(pair: Pair, chain: Sequence[bytes], blocks: int) -> None:
+    """Store a chain; its last blocks leave memory at once, and the shelf below is full."""
+    manager, (shelf, *_) = pair.source.manager, pair.giver.tiers
+    assert isinstance(shelf, MemoryTier)
+    shelf._blocks_max = 0
+    pair.put(chain)
+    manager.give_back(manager.prepare_store(len(manager.slots.free) + blocks))
+    there = [manager.ready(key) is not None for key in keys_of(chain)]
+    assert there == [at < len(chain) - blocks for at in range(len(chain))]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_B18_blocks_that_leave_memory_before_they_are_held_are_gone_at_once(*, ended: bool) -> None:
+    """A fetch that waits for them ends, with what has come: a load would wait for two seconds."""
+    pair, chain = Pair(), hashes(5)
+    pair.hand("r")
+    pair.want(chain, request="r")
+    pair.decode.ask(chain)
+    pair.run(10)
+    if ended:
+        finished(pair, "r", chain)
+        pair.run(10)
+    put_and_push_out(pair, chain[:4], 2)
+    pair.prefill.put(chain, first=4)  # its parent is not there
+    assert not ended or pair.consumer._fetches, "they may come"
+    if not ended:
+        finished(pair, "r", chain)
+    pair.run(10)
+    assert pair.producer.counts["gone"] == 3
+    assert not pair.consumer._fetches
+    assert pair.arrived(chain) == 2
+
+
+def test_B18_a_request_that_has_ended_offers_no_block_that_left_memory() -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.hand("r")
+    put_and_push_out(pair, chain, 1)
+    finished(pair, "r", chain)
+    pair.want(chain, request="r")
+    pair.run(3)
+    (offer,) = [said for said in pair.down.sent if isinstance(said, m.Offer)]
+    assert from_u32(offer.positions) == [0, 1]
+
+
+def test_B18_a_block_that_left_memory_before_the_request_began_may_come() -> None:
+    pair, chain = Pair(), hashes(3)
+    put_and_push_out(pair, chain, 1)
+    pair.run(40)
+    pair.hand("r")
+    pair.want(chain, request="r")
+    finished(pair, "r", chain)
+    pair.decode.ask(chain)
+    pair.run(10)
+    assert pair.consumer._fetches
+    pair.put(chain)
+    pair.run(10)
+    assert pair.arrived(chain) == 3
+
+
+@pytest.mark.parametrize("answer", [LookupResult.RETRY, LookupResult.PENDING])
+def test_B18_a_block_that_a_lower_tier_may_have_is_not_gone(
+    monkeypatch: pytest.MonkeyPatch, answer: LookupResult
+) -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.hand("r")
+    tiering, leading = pair.source.tiering, pair.source.tiering.leading
+
+    def undecided(keys: Sequence[BlockKey], first: int) -> tuple[LookupResult, Tier | None, int]:
+        found = leading(keys, first)
+        return (answer, *found[1:]) if found[1] is None else found
+
+    monkeypatch.setattr(tiering, "leading", undecided)
+    put_and_push_out(pair, chain, 1)
+    finished(pair, "r", chain)
+    pair.want(chain, request="r")
+    pair.decode.ask(chain)
+    pair.run(10)
+    assert pair.consumer._fetches
+    monkeypatch.undo()
+    pair.run(10)
+    assert pair.producer.counts["gone"] == 1
+    assert not pair.consumer._fetches
 
 
 def test_a_request_whose_engine_is_gone_computes_nothing_more() -> None:

@@ -112,9 +112,9 @@ def test_S2_of_blocks_that_may_still_come_a_turn_passes_over_a_few(
     leases.done("r", pair.source.manager, 1, keys_of(chain), pair.giver.now_ns, pair.giver.now_ns)
     may_come = leases.may_come
 
-    def counted(name: str, manager: Manager, key: BlockKey) -> bool:
+    def counted(name: str, manager: Manager, key: BlockKey, *, undecided: bool = False) -> bool:
         asked.append(key)
-        return may_come(name, manager, key)
+        return may_come(name, manager, key, undecided=undecided)
 
     leases.may_come = counted  # type: ignore[method-assign]
     for _ in range(10):

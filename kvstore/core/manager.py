@@ -82,6 +82,8 @@ class Manager:
         self._changes = Changes([], [])
         self.now_s = 0.0  # the caller's clock
         self.ghosts = Ghosts(memoryview(bytearray(ENTRY_BYTES << 7))) if ghosts is None else ghosts
+        self.unkept = Ghosts(memoryview(bytearray(ENTRY_BYTES << 7)))
+        """Blocks whose copy failed, or whose parent had left by its end; the caller adds them."""
         self._aged = aged
         self._policy: LeafLRU | TenantOrder = LeafLRU()
         if policy == SEGMENTED:

@@ -515,8 +515,10 @@ class Look:
         while done < len(keys):
             result, tier, alike = tiering.leading(keys, done)
             below = tier.name if tier is not None and result is LookupResult.HIT else None
+            undecided = result is not LookupResult.MISS
             for place in lacking[done : done + alike]:
-                coming = job.leases.may_come(job.request, manager, wanted[place])
+                key = wanted[place]
+                coming = job.leases.may_come(job.request, manager, key, undecided=undecided)
                 found[place] = below or (PREFILL if coming else None)
             done += alike
         return found

@@ -372,9 +372,12 @@ class Producer:
                 continue
             if self.request_leases.computes(job.request, job.source.manager):
                 break  # they come in order
+            undecided = found is not LookupResult.MISS
             for key in keys[:alike]:
                 position = job.awaited.popleft()
-                if self.request_leases.may_come(job.request, job.source.manager, key):
+                if self.request_leases.may_come(
+                    job.request, job.source.manager, key, undecided=undecided
+                ):
                     late.append(position)  # or never: a window may have left it without a slot
                 else:
                     self.counts["gone"] += 1

@@ -7,8 +7,9 @@
 
 While it runs, any of its blocks may still come. Held, those may that it named and that are not
 ready yet: their copies end a little later than the request, and its lease begins with the last of
-them. What is ready is pinned; what only a lower tier has is left to it. How the last requests
-ended is remembered for who asks too late.
+them. One that left memory since the request began, before it was pinned, does not come: readers
+do not wait for it. What is ready is pinned; what only a lower tier has is left to it. How the last
+requests ended is remembered for who asks too late.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Literal
 import msgspec
 
 from kvstore.core.errors import ProtocolError
+from kvstore.core.ghosts import TICKS
 from kvstore.core.index import Entry
 from kvstore.core.limits import REQUESTS_MAX
 from kvstore.core.manager import Manager
@@ -42,7 +44,7 @@ NOBODY = -1  # owns what an engine that is gone has computed
 class RequestLease(msgspec.Struct, eq=False):
     """One request; keys: those it named when it ended; missing: of these, not ready yet.
 
-    reported: consumers that are done.
+    began_s: on its manager's clock. reported: consumers that are done.
     """
 
     request: str
@@ -50,6 +52,7 @@ class RequestLease(msgspec.Struct, eq=False):
     slot_bytes: int
     owner: int
     common: str = ""
+    began_s: float = 0.0
     running: bool = True
     fixed: bool = False
     ended_ns: int = 0
@@ -117,7 +120,7 @@ class RequestLeases:
         if len(self._leases) >= REQUESTS_MAX:
             self._counts["unknown"] += 1
             return
-        lease = RequestLease(request, manager, slot_bytes, owner, common)
+        lease = RequestLease(request, manager, slot_bytes, owner, common, manager.now_s)
         self._leases[manager, request] = lease
         manager.slots.hands_over = True
         if common:
@@ -205,10 +208,17 @@ class RequestLeases:
         """Tell whether a request runs, is held, or has ended not long ago."""
         return self._find(name, manager) is not None or _past_name(manager, name) in self._past
 
-    def may_come(self, name: str, manager: Manager, key: BlockKey) -> bool:
-        """Tell whether a request may still store a block."""
+    def may_come(
+        self, name: str, manager: Manager, key: BlockKey, *, undecided: bool = False
+    ) -> bool:
+        """Tell whether a block that is not here may still come.
+
+        A request may store it, once. undecided: a lower tier may have it, too.
+        """
         lease = self._find(name, manager)
-        return lease is not None and lease.wanted and (lease.running or key in lease.missing)
+        if lease is None or not lease.wanted or lease.running:
+            return lease is not None and lease.wanted
+        return key in lease.missing and (undecided or not _was_lost(manager, key, lease.began_s))
 
     def computes(self, name: str, manager: Manager) -> bool:
         """Tell whether a request still runs, and a consumer waits for what it computes."""
@@ -288,6 +298,13 @@ class RequestLeases:
         """Return how long after each request's end its last block was ready; once each."""
         stored, self._stored_ns = self._stored_ns, []
         return stored
+
+
+def _was_lost(manager: Manager, key: BlockKey, since_s: float) -> bool:
+    """Tell whether a block that is not in memory was evicted, or not kept, since then."""
+    lost_s = manager.ghosts.left_s(key), manager.unkept.left_s(key)
+    first_s = since_s - 1 / TICKS
+    return any(each_s is not None and each_s > first_s for each_s in lost_s)
 
 
 def _past_name(manager: Manager | None, name: str) -> PastName:

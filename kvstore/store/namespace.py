@@ -97,6 +97,7 @@ class Namespace:
             find_policy(policy),
             self._policy_failed,
         )
+        self.manager.unkept = _ghosts(0)
         self.unstored = _ghosts(0)  # blocks that were offered, and not stored
         self.curve = HitCurve()
         self.trial = Trial(self.manager.slots, len(layout.rules)) if policy == SEGMENTED else None

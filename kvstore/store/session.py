@@ -236,6 +236,7 @@ class Session(msgspec.Struct, eq=False):
         namespace.engines.stored(self.number, slot, key, ok=writing.ok)
         if outcome is StoreOutcome.FAILED or outcome is StoreOutcome.ORPHAN:
             namespace.unstored.add((key,), manager.now_s)
+            manager.unkept.add((key,), manager.now_s)
         elif outcome is StoreOutcome.DUPLICATE and manager.ready(key) is not None:
             self.keys.there(key)
         return outcome
