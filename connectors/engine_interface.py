@@ -95,12 +95,10 @@ class Step(msgspec.Struct, frozen=True):
     """What the engine scheduled: tokens per request, blocks about to be written, tables.
 
     written: engine blocks that get a new owner or content in this step. table(request_id):
-    the request's block ids by group, valid during the call. rewrites: some of them get content
-    after the step has begun and before its forward pass: they are zeroed, or copied to.
+    the request's block ids by group, valid during the call.
     """
 
     scheduled: Mapping[str, int]
     written: Iterable[int]
     table: Callable[[str], BlockTable]
     preempted: Iterable[str] = ()
-    rewrites: bool = False

@@ -78,7 +78,6 @@ class SchedulerHalf:
         shares_prefixes: the engine has a prefix cache, so loading a block twice is waste.
         transfer: how blocks are handed over between engines.
         beside: other connectors load, too, and may report after a step that its input was bad.
-            Loads begin behind all connectors' fences: others may still read the engine's blocks.
         step_loads: the engine ends each step before it schedules the next, so that a load may end
             in the step that admits its request; None: it does not.
         """
@@ -164,8 +163,6 @@ class SchedulerHalf:
             tracked.late = self._late is not None and not policy.kv_pin
         self._lookups.ask(tracked)
         self._lookups.pin(tracked)
-        if len(self._requests) == 1:  # the store looks while an idle engine gets ready for it
-            self._client.send_step()
 
     def limits_refused(self) -> None:
         """Count a request whose limits are wrong."""
@@ -342,8 +339,7 @@ class SchedulerHalf:
         self._client.send_step()
         if self._lookups.pace is not None:
             self._lookups.pace.began(step.scheduled.values())
-        loads, first = self._loads.take_jobs(), not (step.rewrites or self._beside)
-        return StepMeta(early, stores, loads, tuple(flush), idle, sent, loads_first=first)
+        return StepMeta(early, stores, self._loads.take_jobs(), tuple(flush), idle, sent)
 
     def _store_complete(self, request_id: str, tokens: int, step: Step) -> None:
         tracked = self._requests.get(request_id)

@@ -68,8 +68,6 @@ class StepMeta(msgspec.Struct, frozen=True):
     stores: stores whose sources this step's forward completes.
     flush: store jobs that must be over before this step overwrites their sources.
     idle: the step computes nothing, so waiting for loads delays no request.
-    loads_first: loads may begin with the step: nothing else writes before its forward pass, and no
-        other connector reads what they overwrite.
     sent: requests that ended earlier and whose engine blocks may be freed now.
     """
 
@@ -79,7 +77,6 @@ class StepMeta(msgspec.Struct, frozen=True):
     flush: tuple[int, ...] = ()
     idle: bool = False
     sent: tuple[str, ...] = ()
-    loads_first: bool = False
 
 
 def pieces(engine: EngineSpec, slots: tuple[int, ...], blocks_per_chunk: tuple[int, ...]) -> Moves:

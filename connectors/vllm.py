@@ -158,12 +158,12 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata.step
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """First call of a step: the fence, and behind it loads, if nothing else is in their way."""
+        """First call of a step: the fence."""
         if isinstance(kv_connector_metadata, TieredMetadata):
             self._worker_half().before_step(kv_connector_metadata.step)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Start this step's loads unless they have been; those in the step end here.
+        """Start this step's loads; those in the step end here.
 
         vLLM calls this before the forward pass, behind the fence and whatever zeroes blocks.
         """

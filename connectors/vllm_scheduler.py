@@ -328,8 +328,7 @@ class SchedulerSide:
             blocks = block_table(self.manager, request_id)
             return table_of(blocks, self._states, boundaries.get(request_id, ()), self._tokens)
 
-        rewrites = bool(output.kv_cache_block_copies or output.new_block_ids_to_zero)
-        step = Step(output.num_scheduled_tokens, self.written(output), table, preempted, rewrites)
+        step = Step(output.num_scheduled_tokens, self.written(output), table, preempted)
         return self.half.build_meta(step)
 
     def written(self, output: SchedulerOutput) -> list[int]:

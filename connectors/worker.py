@@ -3,9 +3,8 @@
 Threads: the engine's step thread submits and collects; one thread copies (worker_copies.py); one
 talks to the store (slot memory comes and goes, sessions end).
 
-An engine calls, in each step: before_step, which ends copies that the step would overwrite, and
-starts loads if nothing else writes meanwhile; start_loads, which ends those that the forward pass
-reads from; after_forward, which starts stores; finished_loads.
+An engine calls, in each step: before_step, which ends copies that the step would overwrite;
+start_loads; after_forward, which starts stores; finished_loads.
 
 When a session ends, all work planned in it stops: jobs carry the session's number, and a job of
 another session copies nothing. The socket is closed only after the last copy, because the store
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from connectors.copies.host import Device, LayerCache, MappedExtent, device_of
-from connectors.step_meta import LoadJob, StepMeta, StoreJob
+from connectors.step_meta import StepMeta, StoreJob
 from connectors.store_connection import Attacher, Link, LinkLost
 from connectors.worker_copies import Copies, LoadTask, Session
 from kvstore import clock
@@ -80,7 +79,6 @@ class WorkerHalf:
         self._copies = Copies(self._device, geometry.blocks_per_chunk, transfers)
         self._due: Sequence[StoreJob] = ()  # stores of this step that are not queued yet
         self._stores_over: set[int] = set()
-        self._awaited: Sequence[LoadTask] = ()  # loads that end in this step
         self._bad_blocks: set[int] = set()  # of the engine, that a load in this step did not fill
         self._loaded_bytes, self._loaded_s = 0, 0.0
         self._stats: Counter[str] = Counter()
@@ -103,17 +101,14 @@ class WorkerHalf:
             # The device does not know copies that are only queued here; that takes a moment.
             self._copies.runner.wait(lambda: all(task.over or task.copying for task in wanted))
             self._device.fence(task.copying for task in wanted if task.copying is not None)
-        if meta.loads_first:  # the engine prepares the forward pass meanwhile
-            self._submit_loads(meta.loads)
 
     def start_loads(self, meta: StepMeta) -> None:
-        """Queue this step's loads unless they are, and end those that its forward pass reads from.
-
-        Whatever the engine zeroes or copies before the forward pass has been by now.
-        """
-        if not meta.loads_first:
-            self._submit_loads(meta.loads)
-        awaited, self._awaited = self._awaited, ()
+        """Queue this step's loads, and end those that its forward pass reads from."""
+        if not meta.loads:
+            return
+        mark = self._device.mark()
+        tasks = [self._copies.load(job, mark) for job in meta.loads]
+        awaited = [task for task in tasks if task.job.in_step]
         if awaited:  # they copy from memory and wait for no block, so that is a moment
             self._copies.runner.wait(lambda: all(task.over for task in awaited))
         for task in awaited:
@@ -135,12 +130,6 @@ class WorkerHalf:
         """Queue the stores whose sources this step has just computed."""
         self._submit_stores(meta.stores)
         self._due = ()
-
-    def _submit_loads(self, jobs: Sequence[LoadJob]) -> None:
-        if jobs:
-            mark = self._device.mark()
-            tasks = [self._copies.load(job, mark) for job in jobs]
-            self._awaited = [task for task in tasks if task.job.in_step]
 
     def _submit_stores(self, jobs: Sequence[StoreJob]) -> None:
         if jobs:

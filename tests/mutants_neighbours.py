@@ -85,16 +85,6 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     ),
     "connectors/scheduler.py": (
         (
-            "scheduler_offers -k behind_all_fences",
-            "not (step.rewrites or self._beside)",
-            "not step.rewrites",
-        ),
-        (
-            "scheduler_half -k idle_engines_request",
-            "len(self._requests) == 1:  # the store",
-            "False:  # the store",
-        ),
-        (
             "lease_queue -k before_the_engine",
             "self._loads.ended(tracked)\n        self._lookups.lease_ended()",
             "self._loads.ended(tracked)",
@@ -136,23 +126,9 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "connectors/vllm_scheduler.py": (
         ("engine/adapter -k O6_O15_only", " and not request.mm_features", ""),
         (
-            "engine/adapter -k neither_zeroes_nor_copies",
-            "rewrites = bool(output.kv_cache_block_copies or output.new_block_ids_to_zero)",
-            "rewrites = bool(output.kv_cache_block_copies)",
-        ),
-        (
             "engine/walks -k O15",
             "self.manager.evict_blocks(self.half.step_loads_failed(blocks))",
             "self.half.step_loads_failed(blocks)",
-        ),
-    ),
-    "connectors/worker.py": (
-        ("worker_half -k unless_something_else", "if meta.loads_first:", "if True:"),
-        ("worker_half -k unless_something_else", "if not meta.loads_first:", "if False:"),
-        (
-            "worker_half -k failed_is_told_once",
-            "self._awaited = self._awaited, ()",
-            "_ = self._awaited, ()",
         ),
     ),
     "connectors/vllm.py": (

@@ -250,7 +250,7 @@ def attached(transfer: Transfer = Transfer("engine"), **how: Any) -> Script:  # 
 
 
 def asking() -> tuple[Script, Request]:
-    """A decode request has come."""
+    """A decode request has come, and its store was not asked yet."""
     script, wanted = attached(), Request("d", 49)
     script.half.on_new_request(wanted, GIVEN)
     return script, wanted
@@ -450,9 +450,7 @@ def test_B9_a_request_that_is_aborted_before_it_ran_lets_go(answered: bool) -> N
 
 
 def test_B9_a_question_that_was_not_sent_yet_is_not_asked() -> None:
-    script = attached()
-    script.half.on_new_request(Request("first", 8))
-    script.half.on_new_request(Request("d", 49), GIVEN)
+    script, _ = asking()
     script.half.request_finished("d", ())
     (step,) = script.steps()
     assert (step.lookups, list(step.unwanted)) == ((), LET_GO)

@@ -15,7 +15,6 @@ from connectors.scheduler import REFUSED_MAX
 from connectors.step_meta import pieces
 from kvstore.core.layout import Move
 from kvstore.core.types import GroupRule
-from kvstore.wire import engine as p
 from tests.harness.moves import listed
 from tests.harness.script import BLOCK, MS, US, Request, Script, found, hashes, running
 
@@ -233,18 +232,6 @@ def test_O8_waiting_is_off_after_three_time_outs_until_an_answer_comes_in_time()
     script.arrive(late, [0, 1])
     assert script.matched(late) == (32, True)
     assert busy_waits(script, running, "f") != [0]
-
-
-def test_O8_an_idle_engines_request_is_asked_about_when_it_comes() -> None:
-    """The store looks while the engine gets ready; with other requests a step asks for all."""
-    script = Script()
-    asked = []
-    for name in ("first", "second", "third"):
-        script.half.on_new_request(Request(name, 33, name))
-        asked.append(sum(len(step.lookups) for step in script.sent if isinstance(step, p.Step)))
-    assert asked == [1, 1, 1]
-    script.step()
-    assert len(script.lookups()) == 3
 
 
 def test_O8_a_store_that_does_not_answer_is_given_up() -> None:

@@ -77,15 +77,6 @@ def test_O15_beside_others_a_request_that_ends_within_its_first_step_leaves_noth
     assert not script.step().early
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_O13_beside_others_loads_begin_behind_all_fences(*, beside: bool) -> None:
-    """A MultiConnector calls its children one after the other: another's fence may be the last."""
-    script, request = found(70, [0, 1], script=Script(beside=beside))
-    meta = script.load(request, TABLE)
-    assert meta.loads
-    assert meta.loads_first is not beside
-
-
 def test_O10_never_more_than_is_hashed() -> None:
     """Asynchronous scheduling counts tokens as computed whose values nobody knows yet."""
     script, request = running(31)

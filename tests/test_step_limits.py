@@ -81,8 +81,8 @@ def test_S2_much_that_is_given_up_at_once_is_told_in_several_steps(
 
 def test_S2_a_store_that_is_behind_is_told_more_once_it_has_read() -> None:
     script = Script()
-    script.waiting_bytes = store_client.STEP_BYTES
     script.half.on_new_request(long("r", 10))
+    script.waiting_bytes = store_client.STEP_BYTES
     assert script.steps() == []
     script.waiting_bytes = 0
     assert len(script.lookups()) == 1

@@ -323,34 +323,6 @@ def in_step(job: LoadJob) -> LoadJob:
     return msgspec.structs.replace(job, in_step=True)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_O6_loads_begin_with_the_step_unless_something_else_writes_then(
-    rig: Rig, *, first: bool
-) -> None:
-    _, job = two_blocks(rig)
-    half, step = rig.ranks[0].half, StepMeta(loads=(in_step(job),), loads_first=first)
-    half.before_step(step)
-    if first:
-        half._copies.runner.drain()
-        assert rig.ranks[0].holds(10, 1)
-    assert half._copies.runner.open == 0
-    assert rig.ranks[0].untouched([10, 11]) is not first
-    half.start_loads(step)
-    assert rig.ranks[0].holds(10, 1)
-    assert rig.ranks[0].holds(11, 2)
-    assert half.take_bad_blocks() == set()
-
-
-def test_O15_a_load_that_began_with_its_step_and_failed_is_told_once(rig: Rig) -> None:
-    _, job = two_blocks(rig, stale=1)
-    half, step = rig.ranks[0].half, StepMeta(loads=(in_step(job),), loads_first=True)
-    for bad in ({10, 11}, set()):
-        half.before_step(step)
-        half.start_loads(step)
-        assert half.take_bad_blocks() == bad
-        step = StepMeta(loads_first=True)
-
-
 def run_in_step(rig: Rig, job: LoadJob) -> set[int]:
     """Run a load in a step; the engine blocks that it did not fill, as its report has it."""
     half = rig.ranks[0].half

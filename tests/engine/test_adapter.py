@@ -27,7 +27,6 @@ pytestmark = IMPORTS_VLLM
 TOKENS = Geometry(16, 16, (16,), (GroupRule(),))
 PARTS = Geometry(32, 16, (16, 32), (GroupRule(), GroupRule(2)))
 TABLE = ([1, 2],)
-COPY = SimpleNamespace(src_block_id=1, dst_block_id=9)
 HASH_TOKENS = 16
 STATES = Geometry(32, HASH_TOKENS, (32, 32), (GroupRule(), GroupRule(1, exact=True)))
 HANDED = {"do_remote_decode": True}
@@ -225,19 +224,6 @@ def test_O6_loads_begin_once_and_before_the_forward_pass(connector: Any) -> None
     assert begun == [StepMeta(sent=("a",))]
     connector.start_load_kv(None)
     assert len(begun) == 1
-
-
-@pytest.mark.parametrize(
-    "writes", [{}, {"new_block_ids_to_zero": [7]}, {"kv_cache_block_copies": [COPY]}]
-)
-def test_O6_loads_begin_with_a_step_that_neither_zeroes_nor_copies_blocks(
-    connector: Any, writes: dict[str, Any]
-) -> None:
-    from vllm.v1.core.sched.output import SchedulerOutput
-
-    output = SchedulerOutput.make_empty()
-    vars(output).update(writes)
-    assert connector.build_connector_meta(output).step.loads_first is not bool(writes)
 
 
 def test_O14_requests_whose_blocks_may_go_are_reported_as_sent(connector: Any) -> None:
@@ -590,7 +576,7 @@ def cached(ids: object, computed: int, *, resumed: bool) -> Any:
         ({"scheduled_cached_reqs": cached(([7], [8]), 64, resumed=False)}, [7, 8]),
         ({"scheduled_cached_reqs": cached(None, 64, resumed=False)}, []),
         ({"scheduled_cached_reqs": cached(([1, 2, 3], [4, 5]), 32, resumed=True)}, [3, 5]),
-        ({"kv_cache_block_copies": [COPY]}, [9]),
+        ({"kv_cache_block_copies": [SimpleNamespace(src_block_id=1, dst_block_id=9)]}, [9]),
         # Blocks of a request that was preempted in the schedule that gave it them.
         ({"new_block_ids_to_zero": [5, 6]}, [5, 6]),
     ],

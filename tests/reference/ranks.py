@@ -6,7 +6,7 @@ is in the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 
@@ -71,9 +71,9 @@ class Rank:
         """Run a step in the order of a vLLM worker. Raises InvariantBroken for a wrong read."""
         self.between()
         self._side.before_step(step.meta)
-        targets = {block for job in step.meta.loads for block in job.engine.block_ids}
-        self._poison(set(step.fresh) - targets if step.meta.loads_first else step.fresh)
-        self._bad -= targets
+        self._poison(step.fresh)
+        for job in step.meta.loads:
+            self._bad.difference_update(job.engine.block_ids)
         self._side.start_loads(step.meta)
         self.between()
         for span in step.spans if self._states else ():
@@ -95,7 +95,7 @@ class Rank:
 
     # The model
 
-    def _poison(self, blocks: Iterable[int]) -> None:
+    def _poison(self, blocks: list[int]) -> None:
         size = self._page_bytes
         for block in blocks:
             self.memory[block * size : (block + 1) * size] = self._poisoned

@@ -39,9 +39,8 @@ class Scheduler:
             self._schedule_waiting()
         works = list(self._works.values())
         counts = {work.request.request_id: work.end - work.first for work in works}
-        zeroes = bool(self._fresh) and self._shape.has_state
         meta = self._book.connector.build_meta(
-            Step(counts, self._written, self._table, self._preempted, zeroes)
+            Step(counts, self._written, self._table, self._preempted)
         )
         for job in meta.loads:
             if not self._targets[job.request_id].issuperset(job.engine.block_ids):
