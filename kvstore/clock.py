@@ -1,9 +1,9 @@
 """The time that a process has been running, for limits on how long others take.
 
 A machine may stand still: a virtual one that is moved to another host, say. Then the system's clock
-goes on, and all that is waited for would be late at once, though none of it could have come. Here
-such a standstill counts as a moment. It shows as a long time between two readings; so whoever waits
-has to read this clock more often than that. Times of it mean nothing to other clocks.
+goes on, and every deadline would have passed at once, though no answer could have come. This clock
+takes a long time between two readings for such a standstill, and counts MOMENT_NS of it. So a
+caller that waits reads it more often than that. Do not compare its times with another clock's.
 """
 
 from __future__ import annotations
