@@ -195,6 +195,17 @@ NEIGHBOURS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ),
         ("export -k B18_a_block_that_left", "each_s > first_s", "True"),
         ("segmented -k where_requests_are_handed", "manager.slots.hands_over = True", "pass"),
+        ("segmented -k B18_what", "manager.slots.awaited_s[request] = lease.began_s", "pass"),
+        (
+            "segmented -k B18_what_was_kept",
+            "lease.request]\n        lease.manager.slots.awaited_s.pop(lease.request, None)",
+            "lease.request]",
+        ),
+        (
+            "segmented -k B18_what_was_kept",
+            "slots.awaited_s.pop(lease.request, None)\n                if now_ns",
+            "slots.awaited_s\n                if now_ns",
+        ),
         (
             "request_leases -k S2_what_requests",
             "room = self._keys + keys <= KEYS_MAX",

@@ -300,6 +300,66 @@ def test_Q64_where_requests_are_handed_over_what_is_new_stays_for_other_stores()
 
 
 @pytest.mark.parametrize("used_s", [1, 3])
+def test_B18_what_is_stored_while_a_request_is_handed_over_outlives_what_was_kept(
+    used_s: int,
+) -> None:
+    """Kept blocks have less than their share. used_s: when the one that is kept was last used."""
+    rig, leases = Rig(3), RequestLeases(1 << 20, Counter())
+    rig.manager.now_s = 1
+    rig.put("kept")
+    rig.use("kept")
+    rig.manager.now_s = 2
+    leases.running("handed over", rig.manager, 1, 1)
+    rig.put("awaited", 2)
+    rig.manager.now_s = used_s
+    rig.use("kept")
+    rig.put("more")
+    assert rig.here("awaited", 2) == ([0, 1] if used_s == 1 else [0])
+
+
+@pytest.mark.parametrize("ended", ["named", "gone", "still to come"])
+def test_B18_what_was_kept_stays_once_a_request_has_all_its_blocks(ended: str) -> None:
+    rig, leases = Rig(2), RequestLeases(1 << 20, Counter())
+    rig.put("kept")
+    rig.use("kept")
+    rig.manager.now_s = 1
+    leases.running("handed over", rig.manager, 1, 1)
+    rig.put("awaited")
+    if ended == "gone":
+        leases.gone("handed over", rig.manager, 1)
+    else:
+        named = rig.keys("awaited", 1 + (ended == "still to come"))
+        leases.done("handed over", rig.manager, 1, named, 10**9, 0)
+    leases.tick(0)
+    rig.manager.unpin([entry for lease in leases._leases.values() for entry in lease.pinned])
+    rig.put("more")
+    assert rig.here("kept") == ([] if ended == "still to come" else [0])
+
+
+def test_B18_what_was_stored_before_a_request_began_leaves_as_ever() -> None:
+    rig = Rig(2)
+    rig.put("kept")
+    rig.use("kept")
+    rig.manager.now_s = 1
+    rig.put("once")
+    rig.manager.now_s = 2
+    RequestLeases(1 << 20, Counter()).running("handed over", rig.manager, 1, 1)
+    rig.put("more")
+    assert (rig.here("kept"), rig.here("once")) == ([0], [])
+
+
+def test_B18_kept_blocks_make_room_when_all_that_is_new_is_held() -> None:
+    rig, leases = Rig(2), RequestLeases(1 << 20, Counter())
+    rig.put("kept")
+    rig.use("kept")
+    rig.put("held")
+    rig.manager.pin(rig.keys("held", 1)[0])
+    assert rig.put("awaited") == 0
+    leases.running("handed over", rig.manager, 1, 1)
+    assert rig.put("awaited") == 1
+
+
+@pytest.mark.parametrize("used_s", [1, 3])
 def test_Q64_in_one_order_what_was_used_or_stored_longest_ago_leaves_first(used_s: int) -> None:
     """In two orders what was used stays in both cases."""
     rig = Rig(2)

@@ -24,6 +24,9 @@ A session that has ended makes room for those that begin: a kept block leaves be
 one, whatever the share, if it has been cold for longer, and for so long that it is hardly used any
 more (`kvstore/core/odds.py`).
 
+While a request runs that is handed over, a kept block leaves before one that was stored since the
+request began, whatever the share, if it was not used since then: other stores wait for the new one.
+
 Where recency alone hits more (`kvstore/core/trial.py`), the share does not matter: of both orders'
 coldest blocks that one leaves that was used or stored longer ago (`Slots.by_recency`). Where few
 blocks have most uses, what is new needs little room: then the share may grow up to MORE_KEPT. And
@@ -232,8 +235,10 @@ class SegmentedLRU(LeafLRU):
         if not slots.by_recency and self.kept > self._most:
             return True
         if kept is None or new is None or isinstance(new, Mark):
-            return slots.by_recency and new is None
+            return new is None and (slots.by_recency or bool(slots.awaited_s))
         kept_s, new_s = self._last_s(kept), self._last_s(new)
+        if slots.awaits(new_s) and kept_s <= new_s:
+            return True
         if slots.by_recency:
             return not slots.barely[new.slot] and kept_s <= new_s
         if slots.odds is None or kept_s > new_s:

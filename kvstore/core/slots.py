@@ -34,6 +34,7 @@ class Slots:
         self.keeps_longer = False  # it gives way only to what was used after it
         self.odds: Odds | None = None  # which of two kinds of blocks is likelier to be used
         self.hands_over = False  # other stores ask for blocks that engines here are computing
+        self.awaited_s: dict[str, float] = {}  # when each such request began, the oldest first
         self.free: list[Slot] = []
         self.granted: dict[Slot, Write | None] = {}  # None: nothing is written there yet
         self.generations = generations
@@ -84,6 +85,10 @@ class Slots:
             self.lingering.add(slot)
         else:
             self.release(slot)
+
+    def awaits(self, stored_s: float) -> bool:
+        """Tell whether another store may wait for a block that was stored then."""
+        return bool(self.awaited_s) and next(iter(self.awaited_s.values())) <= stored_s
 
     @property
     def capacity(self) -> int:

@@ -123,6 +123,7 @@ class RequestLeases:
         lease = RequestLease(request, manager, slot_bytes, owner, common, manager.now_s)
         self._leases[manager, request] = lease
         manager.slots.hands_over = True
+        manager.slots.awaited_s[request] = lease.began_s
         if common:
             self._common.setdefault((manager, common), []).append(request)
 
@@ -175,6 +176,7 @@ class RequestLeases:
 
     def _end(self, lease: RequestLease, how: End) -> None:
         del self._leases[lease.manager, lease.request]
+        lease.manager.slots.awaited_s.pop(lease.request, None)
         self._keys -= len(lease.keys)
         self.held_bytes -= len(lease.pinned) * lease.slot_bytes
         lease.manager.unpin(lease.pinned)
@@ -269,8 +271,10 @@ class RequestLeases:
                 self._pin(lease, now_ns, most)
             if now_ns >= lease.late_ns:
                 lease.missing.clear()
-            if not lease.missing and now_ns >= lease.deadline_ns:
-                self._end(lease, "lapsed")
+            if not lease.missing:
+                lease.manager.slots.awaited_s.pop(lease.request, None)
+                if now_ns >= lease.deadline_ns:
+                    self._end(lease, "lapsed")
 
     def _pin(self, lease: RequestLease, now_ns: int, most: int) -> None:
         """Pin what is ready, as far as the cap goes; look for `most`, the others come first next.
